@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "cc/common/status.h"
 #include "cc/shard_engine/shard_engine.h"
 #include "proto/meshnet/shard/v1/frame.pb.h"
 #include "proto/meshnet/shard/v1/shard.pb.h"
