@@ -1,0 +1,61 @@
+// Turns logits into a token as sampling.proto describes, the same for every engine.
+//
+// Order: logit bias, penalties, top-k, top-p, min-p, temperature, draw. The draw takes its random
+// number from (seed, tokens drawn since the parameters were set) alone, so a restarted worker that
+// replays a session draws the same tokens. Ties are broken by the lower id everywhere.
+//
+//   Sampler sampler(params, vocabulary_size);
+//   SampledToken token = sampler.Sample(logits, session_tokens);
+#ifndef MESHNET_CC_SHARD_ENGINE_SAMPLER_H_
+#define MESHNET_CC_SHARD_ENGINE_SAMPLER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "cc/shard_engine/shard_engine.h"
+
+namespace meshnet {
+
+class Sampler {
+ public:
+  // `params` has passed ValidateSampling. Fields that sampling.proto calls unset at 0 get their
+  // defaults.
+  explicit Sampler(SamplingParams params = {});
+
+  // `logits` [vocabulary], unmodified by anybody; `history` the session's tokens so far, prompt
+  // included, newest last. Leaves end_of_generation to the engine.
+  SampledToken Sample(absl::Span<const float> logits, absl::Span<const int32_t> history);
+
+  const SamplingParams& params() const { return params_; }
+
+ private:
+  struct Candidate {
+    int32_t id = 0;
+    float logit = 0.0f;
+  };
+
+  bool IsPlainGreedy() const;
+  void ApplyBias();
+  void ApplyPenalties(absl::Span<const int32_t> history);
+  // Brings the `count` best candidates to the front, best first.
+  void SortBest(size_t count);
+  void KeepTopK();
+  void KeepTopP();
+  void KeepMinP();
+  int32_t Draw();
+  void ReportLogprobs(absl::Span<const float> logits, SampledToken* token) const;
+
+  SamplingParams params_;
+  uint64_t drawn_ = 0;
+  std::vector<Candidate> candidates_;
+  size_t sorted_ = 0;  // leading candidates that are in order, best first
+  std::vector<int32_t> seen_;
+};
+
+// The index of the largest value, the lowest among equals; 0 for an empty span.
+int32_t ArgMax(absl::Span<const float> values);
+
+}  // namespace meshnet
+
+#endif  // MESHNET_CC_SHARD_ENGINE_SAMPLER_H_
