@@ -1,0 +1,107 @@
+"""Runs one linter over the whole work tree: `lint.py LINTER [--tool PROGRAM] [--fix]`.
+
+`tools/bazel test //tools/lint/...` checks, `tools/fix` repairs what can be repaired.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+STARLARK = (".bzl", ".bazel")
+CXX = (".cc", ".h", ".cpp", ".hpp")
+PYTHON = (".py", ".pyi")
+
+
+def work_tree() -> pathlib.Path:
+    """The work tree: the folder of the MODULE.bazel that our runfiles link to."""
+    if directory := os.environ.get("BUILD_WORKSPACE_DIRECTORY"):
+        return pathlib.Path(directory)
+    runfiles = pathlib.Path(os.environ["TEST_SRCDIR"]) / os.environ["TEST_WORKSPACE"]
+    return (runfiles / "MODULE.bazel").resolve().parent
+
+
+def tracked(root: pathlib.Path, suffixes: tuple[str, ...]) -> list[str]:
+    """Files that git knows or would add, relative to the work tree."""
+    command = ["git", "-c", f"safe.directory={root}", "ls-files", "-z"]
+    command += ["--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return sorted(
+        name for name in set(listed.split("\0")) if name.endswith(suffixes) and (root / name).is_file()
+    )
+
+
+def packaged(package: str, program: str) -> str:
+    """A program that a Python package brings in its bin folder."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"the Python package {package} is not there")
+    return str(pathlib.Path(spec.origin).parent.parent / "bin" / program)
+
+
+def buildifier(root: pathlib.Path, tool: str, fix: bool) -> list[str]:
+    """Format and warnings of Starlark files."""
+    mode = ["-mode=fix", "-lint=fix"] if fix else ["-mode=check", "-lint=warn"]
+    return [tool, *mode, *tracked(root, STARLARK)]
+
+
+def clang_format(root: pathlib.Path, _tool: str, fix: bool) -> list[str]:
+    """Format of C++ files."""
+    mode = ["-i"] if fix else ["--dry-run", "-Werror"]
+    package = importlib.util.find_spec("clang_format")
+    if package is None or package.origin is None:
+        raise SystemExit("the Python package clang_format is not there")
+    program = pathlib.Path(package.origin).parent / "data" / "bin" / "clang-format"
+    return [str(program), "--style=file", *mode, *tracked(root, CXX)]
+
+
+def ruff_check(root: pathlib.Path, _tool: str, fix: bool) -> list[str]:
+    """Faults in Python files."""
+    mode = ["--fix"] if fix else []
+    return [packaged("ruff", "ruff"), "check", "--no-cache", *mode, *tracked(root, PYTHON)]
+
+
+def ruff_format(root: pathlib.Path, _tool: str, fix: bool) -> list[str]:
+    """Format of Python files."""
+    mode = [] if fix else ["--check", "--diff"]
+    return [packaged("ruff", "ruff"), "format", "--no-cache", *mode, *tracked(root, PYTHON)]
+
+
+def mypy(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
+    """Types of Python files."""
+    cache = os.environ.get("MESHNET_CACHE")
+    options = [f"--config-file={root / 'pyproject.toml'}"]
+    options.append(f"--cache-dir={pathlib.Path(cache) / 'mypy' if cache else os.devnull}")
+    return [sys.executable, "-m", "mypy", *options, *tracked(root, PYTHON)]
+
+
+LINTERS: dict[str, Callable[[pathlib.Path, str, bool], list[str]]] = {
+    "buildifier": buildifier,
+    "clang_format": clang_format,
+    "mypy": mypy,
+    "ruff_check": ruff_check,
+    "ruff_format": ruff_format,
+}
+
+
+def main() -> int:
+    """Runs the linter that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("linter", choices=sorted(LINTERS))
+    parser.add_argument("--tool", default="", help="the linter's program, if it is no Python package")
+    parser.add_argument("--fix", action="store_true", help="repair instead of reporting")
+    arguments = parser.parse_args()
+    root = work_tree()
+    tool = str(pathlib.Path(arguments.tool).resolve())
+    runfiles = pathlib.Path(__file__).absolute().parents[2]
+    # Generated protobuf stubs lie in our runfiles, hand-written code in the work tree.
+    environment = os.environ | {"MYPYPATH": f"{root / 'python'}:{root}:{runfiles}"}
+    command = LINTERS[arguments.linter](root, tool, arguments.fix)
+    return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
