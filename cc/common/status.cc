@@ -34,12 +34,42 @@ uint32_t PayloadNumber(const absl::Status& status, absl::string_view url) {
   return number;
 }
 
+// Length of the UTF-8 character that `text` starts with; 0 if it is none.
+size_t CharacterBytes(absl::string_view text) {
+  const auto byte = [text](size_t i) { return static_cast<unsigned char>(text[i]); };
+  if (byte(0) < 0x80) return 1;
+  const size_t length = byte(0) >= 0xf0 ? 4 : byte(0) >= 0xe0 ? 3 : 2;
+  if (byte(0) < 0xc2 || byte(0) > 0xf4 || text.size() < length) return 0;
+  // Overlong forms, surrogates and what lies beyond U+10FFFF show in the second byte.
+  if ((byte(0) == 0xe0 && byte(1) < 0xa0) || (byte(0) == 0xed && byte(1) > 0x9f) ||
+      (byte(0) == 0xf0 && byte(1) < 0x90) || (byte(0) == 0xf4 && byte(1) > 0x8f)) {
+    return 0;
+  }
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+  }
+  return length;
+}
+
+// At most kMaxMessageBytes of valid UTF-8, which protobuf strings must be. Other bytes become '?'.
+std::string WireText(absl::string_view message) {
+  std::string text;
+  while (!message.empty()) {
+    const size_t length = CharacterBytes(message);
+    const absl::string_view character = length == 0 ? "?" : message.substr(0, length);
+    if (text.size() + character.size() > kMaxMessageBytes) break;
+    text.append(character.data(), character.size());
+    message.remove_prefix(length == 0 ? 1 : length);
+  }
+  return text;
+}
+
 }  // namespace
 
 absl::Status MakeError(v1::Reason reason, absl::string_view message, uint32_t retry_after_ms) {
   if (!IsKnown(reason)) reason = v1::REASON_ENGINE_FAILURE;
   absl::Status status(static_cast<absl::StatusCode>(OptionsOf(reason).grpc_code()),
-                      message.substr(0, kMaxMessageBytes));
+                      WireText(message));
   status.SetPayload(kPayloadUrl, absl::Cord(absl::StrCat(static_cast<int>(reason))));
   if (retry_after_ms > 0) status.SetPayload(kRetryUrl, absl::Cord(absl::StrCat(retry_after_ms)));
   return status;
@@ -78,7 +108,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
   }
   v1::RpcStatus details;
   details.set_code(static_cast<int>(OptionsOf(reason).grpc_code()));
-  details.set_message(std::string(status.message()));
+  details.set_message(WireText(status.message()));
   auto* any = details.add_details();
   any->set_type_url(std::string(kErrorInfoUrl));
   any->set_value(info.SerializeAsString());
@@ -122,7 +152,7 @@ absl::Status FromGrpcStatus(const grpc::Status& status) {
 v1::Error ToProto(const absl::Status& status, uint32_t stage_begin, uint32_t stage_end) {
   v1::Error error;
   error.set_reason(ReasonOf(status));
-  error.set_message(std::string(status.message().substr(0, kMaxMessageBytes)));
+  error.set_message(WireText(status.message()));
   error.set_stage_begin(stage_begin);
   error.set_stage_end(stage_end);
   error.set_retry_after_ms(RetryAfterMsOf(status));

@@ -10,6 +10,7 @@
 #ifndef MESHNET_CC_COMMON_STATUS_H_
 #define MESHNET_CC_COMMON_STATUS_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
@@ -21,8 +22,9 @@ namespace meshnet {
 
 namespace v1 = ::meshnet::shard::v1;
 
-// A status with `reason`'s code, `message` (cut to 1024 bytes) and the reason attached.
-// REASON_UNSPECIFIED or an unknown value becomes ENGINE_FAILURE. `retry_after_ms` 0 = no hint.
+// A status with `reason`'s code, `message` (cut to 1024 bytes, what is no UTF-8 replaced) and the
+// reason attached. REASON_UNSPECIFIED or an unknown value becomes ENGINE_FAILURE. `retry_after_ms`
+// 0 = no hint.
 absl::Status MakeError(v1::Reason reason, absl::string_view message, uint32_t retry_after_ms = 0);
 
 // The attached reason; REASON_UNSPECIFIED for OK, ENGINE_FAILURE for a non-OK status that carries

@@ -8,7 +8,7 @@
 //
 // Every frame is checked before anything is allocated for it, in a fixed order, so that a frame
 // with several faults gets the same reason from the C++ and the Python implementation (golden list:
-// tests/golden/malformed_frames.json).
+// tests/golden/malformed_frames.textproto).
 #ifndef MESHNET_CC_PROTOCOL_FRAME_CODEC_H_
 #define MESHNET_CC_PROTOCOL_FRAME_CODEC_H_
 
@@ -57,8 +57,10 @@ struct WireStep {
   bool return_logits = false;
 };
 
-// Replaces *frames. BUNDLE_TOO_LARGE, FIELD_OUT_OF_BOUNDS or SHAPE_MISMATCH when `step` does not
-// fit schema or limits.
+// Replaces *frames. FIELD_OUT_OF_BOUNDS, SAMPLING_INVALID (sampling without kLast), SHAPE_MISMATCH,
+// NON_FINITE_VALUE, BOUNDARY_SCHEMA_MISMATCH (a tensor that this version does not carry),
+// BUNDLE_TOO_LARGE or FRAME_TOO_LARGE (no room for data beside the header) when `step` does not fit
+// itself, schema or limits.
 absl::Status EncodeStep(const WireStep& step, const BoundarySchema& schema, const Limits& limits,
                         std::vector<v1::Frame>* frames);
 
@@ -88,22 +90,29 @@ class FrameAssembler {
   // At the end of the stream: FRAGMENT_MISSING when a bundle is incomplete.
   absl::Status Finish();
 
-  // Payload bytes held at the moment.
+  // Payload bytes that the incomplete bundle takes at the moment; 0 without one.
   uint64_t buffered_bytes() const;
 
  private:
   absl::StatusOr<std::optional<WireStep>> Take(const v1::Frame& frame);
+  absl::Status BeginBundle(const v1::Frame& frame);
+  absl::Status ContinueBundle(const v1::Frame& frame);
+  // Puts the next fragment's bytes where they belong in pending_ and positions_.
+  void CopyIn(absl::string_view data);
+  void Reset();
 
   FrameExpectation expectation_;
   std::optional<WireStep> pending_;
-  std::string payload_;
+  std::vector<int32_t> positions_;  // of pending_
   uint64_t payload_bytes_ = 0;
+  uint64_t fragment_bytes_ = 0;  // of every fragment but the last
   uint32_t next_fragment_ = 0;
   uint32_t fragment_count_ = 0;
+  uint64_t completed_step_ = 0;  // 0 = none
 };
 
-// Parses one message of a stream. FRAME_TOO_LARGE (before parsing), MALFORMED_MESSAGE,
-// UNKNOWN_FIELD (at any depth).
+// Parses one message of a stream. Before anything is allocated: FRAME_TOO_LARGE, MALFORMED_MESSAGE,
+// UNKNOWN_FIELD (at any depth), FIELD_OUT_OF_BOUNDS (more elements than message_scan.h allows).
 absl::Status ParseMessage(absl::string_view bytes, uint64_t max_bytes,
                           google::protobuf::Message* message);
 
@@ -115,6 +124,8 @@ absl::StatusOr<SamplingParams> FromProto(const v1::SamplingParams& params,
 v1::SampledToken ToProto(const SampledToken& token);
 absl::StatusOr<SampledToken> FromProto(const v1::SampledToken& token, uint32_t vocabulary_size);
 v1::BoundarySchema ToProto(const BoundarySchema& schema);
+// Leaves what the engine does not know to the worker: limits other than max_step_tokens,
+// prefill_chunk_tokens, worker_version.
 v1::Capability ToProto(const Capability& capability);
 v1::LayerRange ToProto(const LayerRange& range);
 // ROUTE_INVALID unless ids, epoch, hop count and ranges are within the bounds that shard.proto

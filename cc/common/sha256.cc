@@ -1,0 +1,84 @@
+#include "cc/common/sha256.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/string_view.h"
+
+namespace meshnet {
+namespace {
+
+constexpr size_t kBlockBytes = 64;
+
+// The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
+constexpr std::array<uint32_t, 64> kRoundConstants = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+uint32_t Rotate(uint32_t value, int bits) { return (value >> bits) | (value << (32 - bits)); }
+
+void Compress(const unsigned char* block, std::array<uint32_t, 8>* state) {
+  std::array<uint32_t, 64> w;
+  for (size_t i = 0; i < 16; ++i) {
+    w[i] = static_cast<uint32_t>(block[4 * i]) << 24 |
+           static_cast<uint32_t>(block[4 * i + 1]) << 16 |
+           static_cast<uint32_t>(block[4 * i + 2]) << 8 | static_cast<uint32_t>(block[4 * i + 3]);
+  }
+  for (size_t i = 16; i < w.size(); ++i) {
+    const uint32_t small0 = Rotate(w[i - 15], 7) ^ Rotate(w[i - 15], 18) ^ (w[i - 15] >> 3);
+    const uint32_t small1 = Rotate(w[i - 2], 17) ^ Rotate(w[i - 2], 19) ^ (w[i - 2] >> 10);
+    w[i] = w[i - 16] + small0 + w[i - 7] + small1;
+  }
+  auto [a, b, c, d, e, f, g, h] = *state;
+  for (size_t i = 0; i < w.size(); ++i) {
+    const uint32_t big1 = Rotate(e, 6) ^ Rotate(e, 11) ^ Rotate(e, 25);
+    const uint32_t t1 = h + big1 + ((e & f) ^ (~e & g)) + kRoundConstants[i] + w[i];
+    const uint32_t big0 = Rotate(a, 2) ^ Rotate(a, 13) ^ Rotate(a, 22);
+    const uint32_t t2 = big0 + ((a & b) ^ (a & c) ^ (b & c));
+    h = g;
+    g = f;
+    f = e;
+    e = d + t1;
+    d = c;
+    c = b;
+    b = a;
+    a = t1 + t2;
+  }
+  const std::array<uint32_t, 8> mixed = {a, b, c, d, e, f, g, h};
+  for (size_t i = 0; i < mixed.size(); ++i) (*state)[i] += mixed[i];
+}
+
+}  // namespace
+
+std::string Sha256Hex(absl::string_view data) {
+  std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  absl::string_view rest = data;
+  for (; rest.size() >= kBlockBytes; rest.remove_prefix(kBlockBytes)) {
+    Compress(reinterpret_cast<const unsigned char*>(rest.data()), &state);
+  }
+  // The tail: a one bit, zeros up to 8 bytes before a block's end, the length in bits.
+  std::string tail(rest);
+  tail.push_back('\x80');
+  while (tail.size() % kBlockBytes != kBlockBytes - 8) tail.push_back('\0');
+  const uint64_t bits = static_cast<uint64_t>(data.size()) * 8;
+  for (int shift = 56; shift >= 0; shift -= 8) tail.push_back(static_cast<char>(bits >> shift));
+  for (size_t i = 0; i < tail.size(); i += kBlockBytes) {
+    Compress(reinterpret_cast<const unsigned char*>(tail.data()) + i, &state);
+  }
+  std::string digest;
+  for (const uint32_t word : state) {
+    for (int shift = 24; shift >= 0; shift -= 8) digest.push_back(static_cast<char>(word >> shift));
+  }
+  return absl::BytesToHexString(digest);
+}
+
+}  // namespace meshnet
