@@ -1,17 +1,20 @@
 """Installs a hashed lock for Bazel: one folder with a BUILD file per package.
 
-pip installs everything in one run into a common folder; then each package's files, as its RECORD lists them, move to
-NAME/site. A test that needs a package gets that one folder in its runfiles: one link, not thousands.
+pip installs everything in one run into a common folder; then each package's files, as its RECORD
+lists them, move to NAME/site. A test that needs a package gets that one folder in its runfiles:
+one link, not thousands.
 """
 
 import argparse
 import compileall
+import csv
 import importlib.metadata
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+from py_compile import PycInvalidationMode
 
 from pip._vendor.packaging.requirements import Requirement
 
@@ -70,7 +73,12 @@ def install(requirements: pathlib.Path, target: pathlib.Path) -> None:
     """Runs pip; only wheels that the lock's hashes name are taken."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-compile"]
-    command += ["--no-warn-conflicts", "--retries=5", f"--target={target}", f"--requirement={requirements}"]
+    command += [
+        "--no-warn-conflicts",
+        "--retries=5",
+        f"--target={target}",
+        f"--requirement={requirements}",
+    ]
     subprocess.run(command, check=True)
 
 
@@ -92,7 +100,8 @@ def split(common: pathlib.Path, out: pathlib.Path) -> None:
     }
     plans = {}
     for name, distribution in distributions.items():
-        files = [pathlib.PurePosixPath(path) for path in distribution.files or []]
+        record = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        files = [pathlib.PurePosixPath(row[0]) for row in record]
         plans[name] = (files, dependencies(distribution, set(distributions)))
     for name, (files, deps) in sorted(plans.items()):
         site = out / name / "site"
@@ -106,9 +115,9 @@ def split(common: pathlib.Path, out: pathlib.Path) -> None:
             shutil.move(source, destination)
         labels = [f"//{dep}" for dep in deps]
         (out / name / "BUILD.bazel").write_text(BUILD.format(name=name, deps=labels))
-        # Test runs start from an empty folder: without compiled files each would compile all that it imports.
+        # Tests cannot write here: without compiled files each would compile all that it imports.
         compileall.compile_dir(
-            site, quiet=2, workers=2, invalidation_mode=compileall.py_compile.PycInvalidationMode.UNCHECKED_HASH
+            site, quiet=2, workers=2, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH
         )
     (out / "BUILD.bazel").write_text(ALL.format(deps=[f"//{name}" for name in sorted(plans)]))
     (out / "requirements.bzl").write_text(
@@ -117,6 +126,7 @@ def split(common: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def main() -> None:
+    """Installs and splits as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requirements", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)

@@ -11,12 +11,14 @@ class Shard:
     """Keeps this shard's part of the tests when Bazel shards a target."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Drops the other shards' tests."""
         total = int(os.environ.get("TEST_TOTAL_SHARDS", "1"))
         index = int(os.environ.get("TEST_SHARD_INDEX", "0"))
         items[:] = items[index::total]
 
 
 def main() -> int:
+    """Runs pytest; its exit code is the test's."""
     if status := os.environ.get("TEST_SHARD_STATUS_FILE"):
         pathlib.Path(status).touch()
     scratch = pathlib.Path(os.environ["TEST_TMPDIR"])

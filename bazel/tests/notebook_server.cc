@@ -1,4 +1,5 @@
-// Serves Notebook on a free port of the loopback interface, which it prints, until its standard input ends.
+// Serves Notebook on a free port of the loopback interface, which it prints, until its standard
+// input ends.
 
 #include <cstdio>
 #include <iostream>

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
+
 from bazel.tests import note_pb2, notebook_pb2, notebook_pb2_grpc
 
 

@@ -1,6 +1,7 @@
-"""Runs one linter over the whole work tree: `lint.py LINTER [--tool PROGRAM] [--fix]`.
+"""Runs linters over the whole work tree.
 
-`tools/bazel test //tools/lint/...` checks, `tools/fix` repairs what can be repaired.
+`tools/bazel test //tools/lint/...` checks, and `tools/bazel run //tools/lint:fix` repairs what can
+be repaired.
 """
 
 import argparse
@@ -30,7 +31,9 @@ def tracked(root: pathlib.Path, suffixes: tuple[str, ...]) -> list[str]:
     command += ["--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     return sorted(
-        name for name in set(listed.split("\0")) if name.endswith(suffixes) and (root / name).is_file()
+        name
+        for name in set(listed.split("\0"))
+        if name.endswith(suffixes) and (root / name).is_file()
     )
 
 
@@ -88,19 +91,22 @@ LINTERS: dict[str, Callable[[pathlib.Path, str, bool], list[str]]] = {
 
 
 def main() -> int:
-    """Runs the linter that the command line names."""
+    """Runs the linters that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("linter", choices=sorted(LINTERS))
-    parser.add_argument("--tool", default="", help="the linter's program, if it is no Python package")
+    parser.add_argument("linters", nargs="+", choices=sorted(LINTERS))
+    parser.add_argument("--buildifier", default="", help="path of the buildifier program")
     parser.add_argument("--fix", action="store_true", help="repair instead of reporting")
     arguments = parser.parse_args()
     root = work_tree()
-    tool = str(pathlib.Path(arguments.tool).resolve())
+    program = str(pathlib.Path(arguments.buildifier).resolve())
     runfiles = pathlib.Path(__file__).absolute().parents[2]
     # Generated protobuf stubs lie in our runfiles, hand-written code in the work tree.
     environment = os.environ | {"MYPYPATH": f"{root / 'python'}:{root}:{runfiles}"}
-    command = LINTERS[arguments.linter](root, tool, arguments.fix)
-    return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+    worst = 0
+    for name in arguments.linters:
+        command = LINTERS[name](root, program, arguments.fix)
+        worst |= subprocess.run(command, cwd=root, env=environment, check=False).returncode
+    return worst
 
 
 if __name__ == "__main__":

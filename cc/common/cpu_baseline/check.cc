@@ -18,14 +18,14 @@ struct Feature {
 
 // x86-64-v2 and x86-64-v3 of the x86-64 psABI; v1 is what any x86-64 has.
 constexpr Feature kFeatures[] = {
-    {"sse3", Register::kLeaf1Ecx, 0},       {"ssse3", Register::kLeaf1Ecx, 9},
-    {"cx16", Register::kLeaf1Ecx, 13},      {"sse4.1", Register::kLeaf1Ecx, 19},
-    {"sse4.2", Register::kLeaf1Ecx, 20},    {"popcnt", Register::kLeaf1Ecx, 23},
+    {"sse3", Register::kLeaf1Ecx, 0},         {"ssse3", Register::kLeaf1Ecx, 9},
+    {"cx16", Register::kLeaf1Ecx, 13},        {"sse4.1", Register::kLeaf1Ecx, 19},
+    {"sse4.2", Register::kLeaf1Ecx, 20},      {"popcnt", Register::kLeaf1Ecx, 23},
     {"lahf-sahf", Register::kExtendedEcx, 0}, {"fma", Register::kLeaf1Ecx, 12},
-    {"movbe", Register::kLeaf1Ecx, 22},     {"osxsave", Register::kLeaf1Ecx, 27},
-    {"avx", Register::kLeaf1Ecx, 28},       {"f16c", Register::kLeaf1Ecx, 29},
-    {"lzcnt", Register::kExtendedEcx, 5},   {"bmi1", Register::kLeaf7Ebx, 3},
-    {"avx2", Register::kLeaf7Ebx, 5},       {"bmi2", Register::kLeaf7Ebx, 8},
+    {"movbe", Register::kLeaf1Ecx, 22},       {"osxsave", Register::kLeaf1Ecx, 27},
+    {"avx", Register::kLeaf1Ecx, 28},         {"f16c", Register::kLeaf1Ecx, 29},
+    {"lzcnt", Register::kExtendedEcx, 5},     {"bmi1", Register::kLeaf7Ebx, 3},
+    {"avx2", Register::kLeaf7Ebx, 5},         {"bmi2", Register::kLeaf7Ebx, 8},
 };
 
 // The operating system must save the SSE and AVX registers, or AVX instructions fault.
@@ -39,10 +39,12 @@ constexpr uint64_t kAvxState = 0x6;
 [[maybe_unused]] void RefuseOldCpu() {
   const char* const missing = MissingFromBaseline(HostCpuFeatures());
   if (missing == nullptr) return;
-  Say("meshnet: this program needs a CPU of level x86-64-v3 (AVX2, BMI2, FMA; Intel Haswell or AMD Excavator and later); "
+  Say("meshnet: this program needs a CPU of level x86-64-v3 (AVX2, BMI2, FMA; Intel Haswell or AMD "
+      "Excavator and later); "
       "this one has no ");
   Say(missing);
-  Say(".\nRun it on another machine, or build it for this one: change -march in bazel/toolchain/BUILD.bazel.\n");
+  Say(".\nRun it on another machine, or build it for this one: change -march in "
+      "bazel/toolchain/BUILD.bazel.\n");
   _exit(kCpuBaselineExitCode);
 }
 
@@ -68,7 +70,8 @@ const char* MissingFromBaseline(const CpuFeatures& features) {
     }
     if ((value >> feature.bit & 1u) == 0) return feature.name;
   }
-  if ((features.xcr0 & kAvxState) != kAvxState) return "avx (the operating system does not save its registers)";
+  if ((features.xcr0 & kAvxState) != kAvxState)
+    return "avx (the operating system does not save its registers)";
   return nullptr;
 }
 

@@ -1,8 +1,10 @@
-// Refuses to start on a CPU without the instructions that our programs are compiled for (x86-64-v3).
+// Refuses to start on a CPU without the instructions that our programs are compiled for
+// (x86-64-v3).
 //
-// Programs link //cc/common/cpu_baseline (meshnet_cc_binary does so by itself). A .preinit_array entry then checks the CPU
-// before any constructor or main() runs, and ends the process with exit code 78 and a message on standard error,
-// where it would otherwise die of an illegal instruction at some later point.
+// Programs link //cc/common/cpu_baseline (meshnet_cc_binary does so by itself). A .preinit_array
+// entry then checks the CPU before any constructor or main() runs, and ends the process with exit
+// code 78 and a message on standard error, where it would otherwise die of an illegal instruction
+// at some later point.
 
 #ifndef CC_COMMON_CPU_BASELINE_CPU_BASELINE_H_
 #define CC_COMMON_CPU_BASELINE_CPU_BASELINE_H_
@@ -13,10 +15,10 @@ namespace meshnet {
 
 // What the CPU and the operating system say, as the registers that hold it.
 struct CpuFeatures {
-  uint32_t leaf1_ecx;    // CPUID 1: ECX
-  uint32_t leaf7_ebx;    // CPUID 7.0: EBX, 0 where there is no such leaf
-  uint32_t extended_ecx; // CPUID 0x80000001: ECX, 0 where there is no such leaf
-  uint64_t xcr0;         // register state that the operating system saves, 0 where it cannot be read
+  uint32_t leaf1_ecx;     // CPUID 1: ECX
+  uint32_t leaf7_ebx;     // CPUID 7.0: EBX, 0 where there is no such leaf
+  uint32_t extended_ecx;  // CPUID 0x80000001: ECX, 0 where there is no such leaf
+  uint64_t xcr0;  // register state that the operating system saves, 0 where it cannot be read
 };
 
 // Exit code of a refusal: EX_CONFIG of sysexits.h.

@@ -15,9 +15,9 @@ TEST(CpuBaselineTest, AcceptsTheCpuThatThisTestWasCompiledFor) {
 }
 
 TEST(CpuBaselineTest, AcceptsExactlyTheBaseline) {
-  const CpuFeatures haswell = {
-      1u << 0 | 1u << 9 | 1u << 12 | 1u << 13 | 1u << 19 | 1u << 20 | 1u << 22 | 1u << 23 | 1u << 27 | 1u << 28 | 1u << 29,
-      1u << 3 | 1u << 5 | 1u << 8, 1u << 0 | 1u << 5, 0x7};
+  const CpuFeatures haswell = {1u << 0 | 1u << 9 | 1u << 12 | 1u << 13 | 1u << 19 | 1u << 20 |
+                                   1u << 22 | 1u << 23 | 1u << 27 | 1u << 28 | 1u << 29,
+                               1u << 3 | 1u << 5 | 1u << 8, 1u << 0 | 1u << 5, 0x7};
   EXPECT_EQ(MissingFromBaseline(haswell), nullptr);
 }
 
@@ -39,7 +39,9 @@ TEST(CpuBaselineTest, WantsTheOperatingSystemToSaveAvxRegisters) {
   EXPECT_THAT(MissingFromBaseline(features), testing::HasSubstr("operating system"));
 }
 
-TEST(CpuBaselineTest, NothingAtAllLacksTheFirstFeature) { EXPECT_STREQ(MissingFromBaseline(CpuFeatures{}), "sse3"); }
+TEST(CpuBaselineTest, NothingAtAllLacksTheFirstFeature) {
+  EXPECT_STREQ(MissingFromBaseline(CpuFeatures{}), "sse3");
+}
 
 }  // namespace
 }  // namespace meshnet
