@@ -1,0 +1,243 @@
+"""Routes: an ordered list of workers that hold all layers of one model under one recipe."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from meshnet_gguf.client._session import Session
+from meshnet_gguf.client._transport import TlsCredentials
+from meshnet_gguf.client._values import SCHEMA_VERSION, Capability, LayerRange, Limits, Metrics
+from meshnet_gguf.client._worker import WorkerClient
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2, shard_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A worker's host:port as this client reaches it.
+
+    `advertised` is how the other stages reach it, where that is something else.
+    """
+
+    address: str
+    advertised: str | None = None
+
+    @property
+    def for_peers(self) -> str:
+        return self.advertised or self.address
+
+
+def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
+    """The order in which workers (endpoint, capability) form a route: indexes by layer.
+
+    Raises MeshnetError, naming both sides: ARTIFACT_MISMATCH, RECIPE_MISMATCH (with the lines that
+    differ), BOUNDARY_SCHEMA_MISMATCH, ROUTE_INVALID (gaps, overlaps, layers that nobody has).
+    """
+    if not stages:
+        raise MeshnetError(
+            errors_pb2.REASON_ROUTE_INVALID, "expected at least one worker, got none"
+        )
+    first_endpoint, first = stages[0]
+    for endpoint, capability in stages[1:]:
+        if capability.artifact_sha256 != first.artifact_sha256:
+            raise MeshnetError(
+                errors_pb2.REASON_ARTIFACT_MISMATCH,
+                f"expected one artifact, {first_endpoint} has {first.artifact_sha256} and "
+                f"{endpoint} has {capability.artifact_sha256}; load the same file everywhere",
+            )
+        if capability.recipe_fingerprint != first.recipe_fingerprint:
+            raise MeshnetError(
+                errors_pb2.REASON_RECIPE_MISMATCH,
+                f"expected one recipe, {first_endpoint} runs {first.recipe_fingerprint} and "
+                f"{endpoint} runs {capability.recipe_fingerprint}; they differ in "
+                f"{_recipe_difference(first.recipe, capability.recipe)}",
+            )
+        if capability.model_layers != first.model_layers:
+            raise MeshnetError(
+                errors_pb2.REASON_ROUTE_INVALID,
+                f"expected one model, {first_endpoint} says {first.model_layers} layers and "
+                f"{endpoint} says {capability.model_layers}",
+            )
+    order = sorted(range(len(stages)), key=lambda index: stages[index][1].layers)
+    covered = 0
+    before = "the start"
+    for index in order:
+        endpoint, capability = stages[index]
+        begin, end = capability.layers.begin, capability.layers.end
+        if begin != covered or end <= begin:
+            if begin > covered:
+                problem = f"nobody has {LayerRange(covered, begin)}"
+            elif begin < covered:
+                problem = f"both have {LayerRange(begin, min(covered, end))}"
+            else:
+                problem = "which is empty"
+            raise MeshnetError(
+                errors_pb2.REASON_ROUTE_INVALID,
+                f"expected a range that begins at layer {covered} after {before}, {endpoint} has "
+                f"{capability.layers}: {problem}",
+            )
+        covered = capability.layers.end
+        before = f"{endpoint} with {capability.layers}"
+    if covered != first.model_layers:
+        raise MeshnetError(
+            errors_pb2.REASON_ROUTE_INVALID,
+            f"expected all {first.model_layers} layers, {before} is the last and nobody has "
+            f"{LayerRange(covered, first.model_layers)}",
+        )
+    for left, right in itertools.pairwise(order):
+        (left_endpoint, left_side), (right_endpoint, right_side) = stages[left], stages[right]
+        if left_side.boundary_out != right_side.boundary_in:
+            raise MeshnetError(
+                errors_pb2.REASON_BOUNDARY_SCHEMA_MISMATCH,
+                f"{left_endpoint} gives {left_side.boundary_out}, {right_endpoint} expects "
+                f"{right_side.boundary_in}",
+            )
+    return order
+
+
+def _recipe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    lines = [
+        f"{name} ({left.get(name, 'absent')!r} against {right.get(name, 'absent')!r})"
+        for name in sorted({*left, *right})
+        if left.get(name) != right.get(name)
+    ]
+    return ", ".join(lines) or "nothing that they report (one of the fingerprints is wrong)"
+
+
+class Route:
+    """Workers that have been checked to form one whole model. Use as an async context manager.
+
+    `workers` and `capabilities` are in layer order; the head is `workers[0]`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerClient],
+        capabilities: Sequence[Capability],
+        peer_endpoints: Sequence[str],
+    ) -> None:
+        self.workers = tuple(workers)
+        self.capabilities = tuple(capabilities)
+        self._peer_endpoints = tuple(peer_endpoints)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections; sessions still open end as if the client had gone away."""
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    @property
+    def head(self) -> WorkerClient:
+        """The worker that holds the first layers and the decode loop."""
+        return self.workers[0]
+
+    async def metrics(self) -> list[Metrics]:
+        """Every stage's metrics, in layer order."""
+        return list(await asyncio.gather(*(worker.metrics() for worker in self.workers)))
+
+    def to_proto(self, route_session_id: bytes, route_epoch: int) -> shard_pb2.Route:
+        """The route as OpenSession carries it."""
+        first = self.capabilities[0]
+        return shard_pb2.Route(
+            route_session_id=route_session_id,
+            route_epoch=route_epoch,
+            recipe_fingerprint=first.recipe_fingerprint,
+            artifact_sha256=first.artifact_sha256,
+            model_layers=first.model_layers,
+            hops=[
+                shard_pb2.Hop(endpoint=endpoint, range=capability.layers.to_proto())
+                for endpoint, capability in zip(
+                    self._peer_endpoints, self.capabilities, strict=True
+                )
+            ],
+        )
+
+    def session(
+        self,
+        *,
+        route_session_id: bytes | None = None,
+        route_epoch: int = 1,
+        work_id: str | None = None,
+        limits: Limits | None = None,
+        idle_ttl: float | None = None,
+        deadline: float | None = None,
+        open_timeout: float = 10.0,
+    ) -> Session:
+        """A session on this route, opened by `async with`.
+
+        Times are seconds. Without `route_session_id` (16 bytes) a random one is taken. `limits`
+        default to the head's own offer. `idle_ttl` and `deadline` as in OpenSession.
+        """
+        session_id = route_session_id if route_session_id is not None else os.urandom(16)
+        message = shard_pb2.OpenSession(
+            schema_version=SCHEMA_VERSION,
+            work_id=work_id or f"client.{session_id.hex()[:16]}.{route_epoch}",
+            route=self.to_proto(session_id, route_epoch),
+            limits=(limits or self.capabilities[0].limits).to_proto(),
+            idle_ttl_ms=_milliseconds(idle_ttl),
+            deadline_ms=_milliseconds(deadline),
+        )
+        return Session(self.head, message, open_timeout=open_timeout)
+
+
+def _milliseconds(seconds: float | None) -> int:
+    return 0 if seconds is None else max(1, round(seconds * 1000))
+
+
+async def open_route(
+    endpoints: Sequence[str | Endpoint],
+    *,
+    credentials: TlsCredentials | None = None,
+    allow_insecure: bool = False,
+    answer_within: float = 10.0,
+) -> Route:
+    """A route over workers given in any order, after asking each what it has.
+
+    Raises MeshnetError: PEER_UNREACHABLE for a worker that does not answer within
+    `answer_within` seconds, INSECURE_TRANSPORT, and what check_route() raises.
+    """
+    where = [Endpoint(item) if isinstance(item, str) else item for item in endpoints]
+    workers: list[WorkerClient] = []
+    try:
+        for endpoint in where:
+            workers.append(
+                WorkerClient(
+                    endpoint.address,
+                    credentials=credentials,
+                    allow_insecure=allow_insecure,
+                    timeout=answer_within,
+                )
+            )
+        capabilities = await asyncio.gather(*(worker.capability() for worker in workers))
+        order = check_route(
+            [
+                (endpoint.address, capability)
+                for endpoint, capability in zip(where, capabilities, strict=True)
+            ]
+        )
+    except BaseException:
+        await asyncio.gather(*(worker.close() for worker in workers))
+        raise
+    return Route(
+        [workers[index] for index in order],
+        [capabilities[index] for index in order],
+        [where[index].for_peers for index in order],
+    )

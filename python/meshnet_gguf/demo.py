@@ -1,0 +1,340 @@
+"""Streams a chat answer through a chain of shard workers and checks it against the whole model.
+
+Starts one worker process per stage, each with only its own layers, asks them a question, then runs
+the whole model in one more worker with the same batch shapes and compares. Without --model it
+fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>.
+
+Example:
+
+    tools/bazel run //:demo -- --stages 3 --prompt "Name three planets." --max-tokens 48
+
+Exit code: 0, or 1 when anything fails or the two answers differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+from absl import app, flags
+
+from meshnet_gguf import progress
+from meshnet_gguf.client import (
+    ChatMessage,
+    Finished,
+    GenerationResult,
+    Metrics,
+    PrefillProgress,
+    Route,
+    Session,
+    chat_token_ids,
+    open_route,
+)
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, split_layers
+from meshnet_gguf.models import fetch_model
+
+__all__ = ["DemoResult", "StageResult", "main", "run_demo"]
+
+_MIB = 1024 * 1024
+# Logits of that many sampled rows are compared on top of all token ids.
+_LOGIT_ROWS = 32
+
+_STAGES = flags.DEFINE_integer("stages", 2, "Worker processes in the chain.", lower_bound=1)
+_PROMPT = flags.DEFINE_string("prompt", "What is the capital of France?", "The question.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer, in tokens.", lower_bound=1)
+_MODEL = flags.DEFINE_string("model", None, "A GGUF file to use instead of the fetched SmolLM2.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One stage of the chain. Speeds are of the stage's own compute."""
+
+    stage: int
+    layers: tuple[int, int]
+    owned_tensors: int
+    owned_bytes: int
+    resident_bytes: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    seam_bytes_received: int
+    seam_bytes_sent: int
+    seam_bytes_sent_per_token: float
+    return_bytes_sent: int
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What --json prints."""
+
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    reference_token_ids: tuple[int, ...]
+    parity: str
+    compared_logit_rows: int
+    max_logit_difference: float
+    prompt_tokens: int
+    ttft_ms: float
+    decode_tokens_per_s: float
+    stages: tuple[StageResult, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether chain and whole model agreed in every token and every compared logit."""
+        return self.parity == "identical"
+
+
+async def run_demo(
+    model: pathlib.Path,
+    *,
+    stages: int,
+    prompt: str,
+    max_tokens: int,
+    show_text: Callable[[str], None],
+) -> DemoResult:
+    """Runs chain and whole model; `show_text` gets the answer as it comes.
+
+    Raises MeshnetError.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        with progress.working("starting the whole model, for comparison"):
+            whole_cluster = await stack.enter_async_context(LocalCluster([WorkerSpec(model=model)]))
+            whole = await stack.enter_async_context(await open_route(whole_cluster.endpoints))
+        ranges = split_layers(whole.capabilities[0].model_layers, stages)
+        with progress.working(f"starting {stages} workers"):
+            cluster = await stack.enter_async_context(
+                LocalCluster([WorkerSpec(layers=layers, model=model) for layers in ranges])
+            )
+            chain = await stack.enter_async_context(await open_route(cluster.endpoints))
+        token_ids = await chat_token_ids(chain.head, [ChatMessage("user", prompt)])
+
+        before = await chain.metrics()
+        async with chain.session() as session:
+            answer = await _stream(session, token_ids, max_tokens, show_text)
+        after = await chain.metrics()
+
+        with progress.working("checking against the whole model"):
+            rows = min(_LOGIT_ROWS, max_tokens)
+            reference = await _generate(whole, token_ids, max_tokens, return_logits=True)
+            again = await _generate(chain, token_ids, rows, return_logits=True)
+    difference = max_logit_difference(again.logits, reference.logits[:rows])
+    identical = (
+        answer.token_ids == reference.token_ids
+        and again.token_ids == reference.token_ids[:rows]
+        and difference == 0.0
+    )
+    return DemoResult(
+        model=model.name,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        reference_token_ids=reference.token_ids,
+        parity="identical" if identical else "different",
+        compared_logit_rows=len(again.logits),
+        max_logit_difference=difference,
+        prompt_tokens=len(token_ids),
+        ttft_ms=1000 * answer.time_to_first_token,
+        decode_tokens_per_s=answer.decode_tokens_per_second,
+        stages=tuple(_stages(chain, before, after, len(token_ids), len(answer.token_ids))),
+    )
+
+
+async def _stream(
+    session: Session, token_ids: Sequence[int], max_tokens: int, show_text: Callable[[str], None]
+) -> GenerationResult:
+    generation = session.generate(token_ids, max_tokens=max_tokens)
+    text: list[str] = []
+    with contextlib.ExitStack() as bar:
+        show = bar.enter_context(progress.tokens_bar("reading the prompt", len(token_ids)))
+        async for event in generation:
+            if isinstance(event, PrefillProgress):
+                show(event.tokens_done)
+                continue
+            bar.close()  # before the answer's own text appears
+            text.append(event.text)
+            show_text(event.text)
+            if isinstance(event, Finished):
+                return generation.summary(event, "".join(text))
+    raise AssertionError("a generation ends with Finished or an error")
+
+
+async def _generate(
+    route: Route, token_ids: Sequence[int], max_tokens: int, *, return_logits: bool
+) -> GenerationResult:
+    async with route.session() as session:
+        return await session.generate(
+            token_ids, max_tokens=max_tokens, return_logits=return_logits
+        ).result()
+
+
+def max_logit_difference(left: Sequence[bytes], right: Sequence[bytes]) -> float:
+    """The largest absolute difference between two lists of float32 rows.
+
+    Infinite when they differ in shape or in where they are not finite.
+    """
+    if len(left) != len(right):
+        return float("inf")
+    worst = 0.0
+    for left_row, right_row in zip(left, right, strict=True):
+        a, b = np.frombuffer(left_row, "<f4"), np.frombuffer(right_row, "<f4")
+        if a.shape != b.shape:
+            return float("inf")
+        if not np.array_equal(a, b):
+            difference = float(np.max(np.abs(a.astype(np.float64) - b)))
+            worst = max(worst, difference if np.isfinite(difference) else float("inf"))
+    return worst
+
+
+def _stages(
+    chain: Route, before: Sequence[Metrics], after: Sequence[Metrics], prompt: int, answer: int
+) -> list[StageResult]:
+    def rate(tokens: int, microseconds: int) -> float:
+        return 1e6 * tokens / microseconds if microseconds else 0.0
+
+    results = []
+    for index, (capability, old, new) in enumerate(
+        zip(chain.capabilities, before, after, strict=True)
+    ):
+        seam_sent = new.seam_bytes_sent - old.seam_bytes_sent
+        results.append(
+            StageResult(
+                stage=index,
+                layers=(capability.layers.begin, capability.layers.end),
+                owned_tensors=capability.owned_tensors,
+                owned_bytes=capability.owned_tensor_bytes,
+                resident_bytes=new.resident_bytes,
+                prefill_tokens_per_s=rate(
+                    new.prefill_tokens - old.prefill_tokens,
+                    new.prefill_engine_us - old.prefill_engine_us,
+                ),
+                decode_tokens_per_s=rate(
+                    new.decode_tokens - old.decode_tokens,
+                    new.decode_engine_us - old.decode_engine_us,
+                ),
+                seam_bytes_received=new.seam_bytes_received - old.seam_bytes_received,
+                seam_bytes_sent=seam_sent,
+                # Every prompt token and every generated one but the last crosses each seam.
+                seam_bytes_sent_per_token=seam_sent / max(1, prompt + answer - 1),
+                return_bytes_sent=new.return_bytes_sent - old.return_bytes_sent,
+            )
+        )
+    return results
+
+
+def print_table(result: DemoResult, console: rich.console.Console) -> None:
+    """The table for people, and the verdict."""
+    table = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False)
+    table.add_column("stage")
+    table.add_column("range")
+    for title in ("tensors owned", "resident", "tokens/s", "seam bytes", "first token"):
+        table.add_column(title, justify="right")
+    for stage in result.stages:
+        table.add_row(
+            str(stage.stage),
+            f"[{stage.layers[0]}, {stage.layers[1]})",
+            f"{stage.owned_tensors} ({stage.owned_bytes / _MIB:.1f} MiB)",
+            f"{stage.resident_bytes / _MIB:.0f} MiB",
+            f"{stage.decode_tokens_per_s:.1f}",
+            f"{stage.seam_bytes_sent} ({stage.seam_bytes_sent_per_token:.0f}/token)",
+            "",
+        )
+    table.add_section()
+    table.add_row(
+        "chain",
+        f"[{result.stages[0].layers[0]}, {result.stages[-1].layers[1]})",
+        str(sum(stage.owned_tensors for stage in result.stages)),
+        f"{sum(stage.resident_bytes for stage in result.stages) / _MIB:.0f} MiB",
+        f"{result.decode_tokens_per_s:.1f}",
+        str(sum(stage.seam_bytes_sent for stage in result.stages)),
+        f"{result.ttft_ms:.0f} ms",
+    )
+    console.print(table)
+    console.print(
+        f"parity: {result.parity} ({len(result.token_ids)} tokens; logits of "
+        f"{result.compared_logit_rows} rows, largest difference {result.max_logit_difference:g})",
+        highlight=False,
+    )
+
+
+def _printable(text: str) -> str:
+    # A model may write anything, also what would steer a terminal.
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
+def _show_on_stdout(text: str) -> None:
+    sys.stdout.write(_printable(text))
+    sys.stdout.flush()
+
+
+async def _run(model: pathlib.Path, show_text: Callable[[str], None]) -> DemoResult:
+    task = asyncio.current_task()
+    assert task is not None
+    # Ended by its terminal or a supervisor, the demo still stops its workers.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await run_demo(
+        model,
+        stages=_STAGES.value,
+        prompt=_PROMPT.value,
+        max_tokens=_MAX_TOKENS.value,
+        show_text=show_text,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the demo by its flags; the exit code."""
+    if len(argv) > 1:
+        sys.stderr.write(f"demo: expected flags only, got {argv[1]!r}; see --help\n")
+        return 1
+    try:
+        if _MODEL.value is None:
+            model = fetch_model("smollm2")
+        else:
+            model = pathlib.Path(_MODEL.value).expanduser().absolute()
+        result = asyncio.run(_run(model, (lambda _: None) if _JSON.value else _show_on_stdout))
+    except MeshnetError as error:
+        sys.stderr.write(f"\ndemo: {error}\n")
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.stderr.write("\ndemo: interrupted\n")
+        return 130
+    if _JSON.value:
+        sys.stdout.write(json.dumps(asdict(result)) + "\n")
+    else:
+        sys.stdout.write("\n\n")
+        print_table(result, rich.console.Console())
+    return 0 if result.identical else 1
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses flags, spelt with hyphens or with underscores alike."""
+    spelt = list(argv[:1])
+    for index, argument in enumerate(argv[1:], start=1):
+        if argument == "--":
+            spelt += argv[index:]
+            break
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            argument = "--" + name[2:].replace("-", "_") + equals + value
+        spelt.append(argument)
+    return app.parse_flags_with_usage(spelt)
+
+
+def run() -> None:
+    """The program."""
+    app.run(main, flags_parser=parse_flags)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,315 @@
+"""Worker processes on this machine: started, watched, stopped. For the demo, tests, benchmarks.
+
+    specs = [WorkerSpec(LayerRange(0, 15), model=path), WorkerSpec(LayerRange(15, 30), model=path)]
+    async with LocalCluster(specs) as cluster:
+        async with await open_route(cluster.endpoints) as route:
+            ...
+
+Every worker listens on a loopback port that the kernel picks, and writes its log to a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from meshnet_gguf.client import LayerRange, TlsCredentials, WorkerClient
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["LocalCluster", "WorkerProcess", "WorkerSpec", "split_layers", "worker_binary"]
+
+_POLL_SECONDS = 0.01
+_WORKER_VARIABLE = "MESHNET_WORKER"
+
+
+def worker_binary() -> pathlib.Path:
+    """The worker: $MESHNET_WORKER, or the one built beside this module.
+
+    Raises MeshnetError (CONFIGURATION_INVALID) when there is none.
+    """
+    chosen = os.environ.get(_WORKER_VARIABLE)
+    path = (
+        pathlib.Path(chosen)
+        if chosen
+        else pathlib.Path(__file__).parents[2] / "cc" / "worker" / "worker"
+    )
+    if not os.access(path, os.X_OK):
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID,
+            f"expected the worker program at {path}; build //cc/worker and set {_WORKER_VARIABLE}",
+        )
+    return path.absolute()
+
+
+def split_layers(layers: int, stages: int) -> list[LayerRange]:
+    """`layers` in `stages` ranges whose lengths differ by at most one, the longer ones first.
+
+    Raises MeshnetError (CONFIGURATION_INVALID) unless 1 <= stages <= layers.
+    """
+    if not 1 <= stages <= layers:
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID,
+            f"expected 1 to {layers} stages for {layers} layers, got {stages}",
+        )
+    length, longer = divmod(layers, stages)
+    cuts = [index * length + min(index, longer) for index in range(stages + 1)]
+    return [LayerRange(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What one worker process serves.
+
+    Without `layers` it is the whole model. With `model` it runs the llama engine on that file,
+    otherwise the fake engine. `flags` are handed to the program as they are.
+    """
+
+    layers: LayerRange | None = None
+    model: pathlib.Path | None = None
+    flags: tuple[str, ...] = ()
+
+    def command(self, binary: pathlib.Path) -> list[str]:
+        """The command line."""
+        command = [str(binary), "--listen=127.0.0.1:0"]
+        if self.model is None:
+            command.append("--engine=fake")
+        else:
+            command += ["--engine=llama", f"--model={self.model}"]
+        if self.layers is not None:
+            command.append(f"--layers={self.layers.begin}:{self.layers.end}")
+        return [*command, *self.flags]
+
+
+class WorkerProcess:
+    """One running worker. Made by start()."""
+
+    def __init__(
+        self, spec: WorkerSpec, process: asyncio.subprocess.Process, log: pathlib.Path
+    ) -> None:
+        self.spec = spec
+        self.log = log
+        self.endpoint = ""
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        spec: WorkerSpec,
+        log: pathlib.Path,
+        *,
+        binary: pathlib.Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Starts the process; it is not ready yet. `environment` is added to this process's."""
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command(binary or worker_binary()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **(environment or {})},
+                # Ctrl-C is for whoever started the workers; they are told by stop().
+                start_new_session=True,
+            )
+        return cls(spec, process, log)
+
+    @property
+    def pid(self) -> int:
+        """The process id, also after the process has ended."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process runs; -N when signal N ended it."""
+        return self._process.returncode
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The end of the log."""
+        text = self.log.read_text("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def log_records(self) -> list[dict[str, object]]:
+        """The log's JSON lines; other lines (a crash report) are left out."""
+        records = []
+        for line in self.log.read_text("utf-8", "replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
+        return records
+
+    async def wait_listening(self) -> str:
+        """Waits until the worker has bound its port and returns its endpoint.
+
+        Raises MeshnetError (ENGINE_FAILURE, or the reason that the worker logged) with the end of
+        the log when the process ends instead.
+        """
+        while not self.endpoint:
+            for record in self.log_records():
+                if record.get("event") == "listening":
+                    self.endpoint = str(record["address"])
+                    return self.endpoint
+            if self.exit_code is not None:
+                raise self._died()
+            await asyncio.sleep(_POLL_SECONDS)
+        return self.endpoint
+
+    async def wait_ready(self, within: float, *, credentials: TlsCredentials | None = None) -> None:
+        """Waits until the worker serves.
+
+        Raises MeshnetError: the worker's own reason when it ends or says that it has failed,
+        NOT_READY after `within` seconds.
+        """
+        try:
+            async with asyncio.timeout(within):
+                endpoint = await self.wait_listening()
+        except TimeoutError as error:
+            raise MeshnetError(
+                errors_pb2.REASON_NOT_READY,
+                f"expected worker {self.pid} to listen within {within:g} s; its log ends with\n"
+                f"{self.log_tail()}",
+            ) from error
+        async with WorkerClient(endpoint, credentials=credentials) as client:
+            ready = asyncio.create_task(client.wait_ready(within))
+            ended = asyncio.create_task(self._process.wait())
+            try:
+                await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    raise self._died()
+                await ready
+            finally:
+                for task in (ready, ended):
+                    task.cancel()
+                await asyncio.gather(ready, ended, return_exceptions=True)
+
+    def _died(self) -> MeshnetError:
+        reason: int = errors_pb2.REASON_ENGINE_FAILURE
+        message = ""
+        for record in self.log_records():
+            name = f"REASON_{record.get('reason')}"
+            if name in errors_pb2.Reason.DESCRIPTOR.values_by_name:
+                reason = errors_pb2.Reason.Value(name)
+                message = str(record.get("message", ""))
+        return MeshnetError(
+            reason,
+            message
+            or f"worker {self.pid} ended with exit code {self.exit_code}; its log ends with\n"
+            f"{self.log_tail()}",
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Waits for the end of the process and returns its exit code."""
+        return await self._process.wait()
+
+    async def kill(self) -> int:
+        """Ends the process as a crash would (SIGKILL)."""
+        self.send(signal.SIGKILL)
+        return await self.wait()
+
+    async def stop(self, grace: float = 10.0) -> int:
+        """Asks the worker to drain and end (SIGTERM); after `grace` seconds SIGKILL."""
+        self.send(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                return await self.wait()
+        return await self.kill()
+
+
+class LocalCluster:
+    """Several workers, ready when the async context is entered, stopped when it is left.
+
+    Raises MeshnetError on entry when one does not get ready; the others are stopped then.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        *,
+        ready_within: float = 120.0,
+        binary: pathlib.Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        credentials: TlsCredentials | None = None,
+    ) -> None:
+        self.workers: list[WorkerProcess] = []
+        self._specs = tuple(specs)
+        self._ready_within = ready_within
+        self._binary = binary
+        self._environment = environment
+        self._credentials = credentials
+        self._logs: pathlib.Path | None = None
+
+    @property
+    def endpoints(self) -> list[str]:
+        """host:port of each worker, in the order of the specs."""
+        return [worker.endpoint for worker in self.workers]
+
+    async def __aenter__(self) -> Self:
+        """Starts the workers and waits until all are ready."""
+        self._logs = pathlib.Path(tempfile.mkdtemp(prefix="meshnet-workers-"))
+        try:
+            for spec in self._specs:
+                await self._start(spec)
+            await asyncio.gather(*(self._ready(worker) for worker in self.workers))
+        except BaseException:
+            await self._stop(grace=0.0)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops the workers and removes their logs."""
+        await self._stop(grace=10.0 if exc_type is None else 1.0)
+
+    async def restart(self, index: int) -> WorkerProcess:
+        """A new process for one spec, on another port; the old one is stopped if it still runs."""
+        await self.workers[index].stop()
+        worker = await self._start(self._specs[index], at=index)
+        await self._ready(worker)
+        return worker
+
+    async def _start(self, spec: WorkerSpec, at: int | None = None) -> WorkerProcess:
+        assert self._logs is not None
+        number = len(list(self._logs.iterdir()))
+        worker = await WorkerProcess.start(
+            spec,
+            self._logs / f"worker-{number}.log",
+            binary=self._binary,
+            environment=self._environment,
+        )
+        if at is None:
+            self.workers.append(worker)
+        else:
+            self.workers[at] = worker
+        return worker
+
+    async def _ready(self, worker: WorkerProcess) -> None:
+        await worker.wait_ready(self._ready_within, credentials=self._credentials)
+
+    async def _stop(self, grace: float) -> None:
+        await asyncio.gather(*(worker.stop(grace) for worker in self.workers))
+        if self._logs is not None:
+            shutil.rmtree(self._logs, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Fakes for tests of what uses this package."""

@@ -1,0 +1,110 @@
+import dataclasses
+import io
+import json
+import struct
+
+import pytest
+import rich.console
+from absl import flags
+from meshnet_gguf.demo import (
+    DemoResult,
+    StageResult,
+    max_logit_difference,
+    parse_flags,
+    print_table,
+)
+
+STAGE = StageResult(
+    stage=0,
+    layers=(0, 15),
+    owned_tensors=136,
+    owned_bytes=64 * 1024 * 1024,
+    resident_bytes=100 * 1024 * 1024,
+    prefill_tokens_per_s=500.0,
+    decode_tokens_per_s=123.4,
+    seam_bytes_received=0,
+    seam_bytes_sent=24000,
+    seam_bytes_sent_per_token=2400.0,
+    return_bytes_sent=0,
+)
+RESULT = DemoResult(
+    model="model.gguf",
+    text="Paris",
+    token_ids=(1, 2),
+    reference_token_ids=(1, 2),
+    parity="identical",
+    compared_logit_rows=2,
+    max_logit_difference=0.0,
+    prompt_tokens=9,
+    ttft_ms=87.6,
+    decode_tokens_per_s=61.2,
+    stages=(STAGE, dataclasses.replace(STAGE, stage=1, layers=(15, 30), seam_bytes_sent=0)),
+)
+
+
+def row(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def test_logits_are_compared_exactly() -> None:
+    assert max_logit_difference([row(1, 2), row(3, -4)], [row(1, 2), row(3, -4)]) == 0
+    assert max_logit_difference([row(1, 2), row(3, -4)], [row(1, 2), row(3, -3.5)]) == 0.5
+    assert max_logit_difference([row(1)], [row(1 + 2**-23)]) == 2**-23
+    assert max_logit_difference([], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ([row(1)], []),
+        ([row(1, 2)], [row(1)]),
+        ([row(float("nan"))], [row(1)]),
+        ([row(float("nan"))], [row(float("nan"))]),
+        ([row(float("inf"))], [row(1)]),
+    ],
+)
+def test_logits_that_cannot_be_compared_are_infinitely_apart(
+    left: list[bytes], right: list[bytes]
+) -> None:
+    assert max_logit_difference(left, right) == float("inf")
+
+
+def test_the_table_names_every_stage_and_the_verdict() -> None:
+    output = io.StringIO()
+    print_table(RESULT, rich.console.Console(file=output, width=100))
+    text = output.getvalue()
+    for part in (
+        "[0, 15)",
+        "[15, 30)",
+        "136 (64.0 MiB)",
+        "100 MiB",
+        "123.4",
+        "24000 (2400/token)",
+        "61.2",
+        "88 ms",
+        "parity: identical (2 tokens; logits of 2 rows, largest difference 0)",
+    ):
+        assert part in text
+
+
+def test_the_json_object_has_what_scripts_read() -> None:
+    object_ = json.loads(json.dumps(dataclasses.asdict(RESULT)))
+    for name in (
+        "text",
+        "token_ids",
+        "reference_token_ids",
+        "parity",
+        "ttft_ms",
+        "decode_tokens_per_s",
+        "stages",
+    ):
+        assert name in object_
+    assert RESULT.identical
+    assert not dataclasses.replace(RESULT, parity="different").identical
+
+
+@pytest.mark.parametrize("spelling", ["--max-tokens=7", "--max_tokens=7"])
+def test_flags_are_spelt_with_hyphens_or_underscores(spelling: str) -> None:
+    assert parse_flags(["demo", spelling, "--prompt=a-b", "--", "--x-y"]) == ["demo", "--x-y"]
+    assert flags.FLAGS.max_tokens == 7
+    assert flags.FLAGS.prompt == "a-b"

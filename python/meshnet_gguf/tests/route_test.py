@@ -1,0 +1,138 @@
+import pytest
+from meshnet_gguf.client import Capability, LayerRange, WorkerClient, check_route, is_loopback
+from meshnet_gguf.client import open_route as open_real_route
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.local_cluster import split_layers
+from meshnet_gguf.testing.scripted_head import capability
+
+from proto.meshnet.shard.v1 import errors_pb2
+
+
+def stages(*capabilities: Capability) -> list[tuple[str, Capability]]:
+    return [(f"worker-{index}", item) for index, item in enumerate(capabilities)]
+
+
+def refusal(*capabilities: Capability) -> MeshnetError:
+    with pytest.raises(MeshnetError) as caught:
+        check_route(stages(*capabilities))
+    return caught.value
+
+
+def layers(begin: int, end: int) -> Capability:
+    return capability(LayerRange(begin, end))
+
+
+def test_workers_are_put_in_layer_order() -> None:
+    assert check_route(stages(layers(3, 4), layers(0, 1), layers(1, 3))) == [1, 2, 0]
+    assert check_route(stages(layers(0, 4))) == [0]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "said"),
+    [
+        ([], "at least one worker"),
+        ([(0, 2)], "nobody has [2, 4)"),
+        ([(1, 4)], "nobody has [0, 1)"),
+        ([(0, 1), (3, 4)], "nobody has [1, 3)"),
+        ([(0, 3), (2, 4)], "both have [2, 3)"),
+        ([(0, 4), (0, 4)], "both have [0, 4)"),
+        ([(0, 2), (2, 2), (2, 4)], "empty"),
+    ],
+)
+def test_ranges_that_are_no_whole_model(ranges: list[tuple[int, int]], said: str) -> None:
+    error = refusal(*(layers(*item) for item in ranges))
+    assert error.reason == errors_pb2.REASON_ROUTE_INVALID
+    assert said in error.message
+
+
+def test_a_gap_names_both_neighbours() -> None:
+    message = refusal(layers(0, 1), layers(3, 4)).message
+    assert "worker-0 with [0, 1)" in message
+    assert "worker-1 has [3, 4)" in message
+
+
+def test_another_artifact_names_both_sides() -> None:
+    error = refusal(layers(0, 2), capability(LayerRange(2, 4), artifact_sha256="b" * 64))
+    assert error.reason == errors_pb2.REASON_ARTIFACT_MISMATCH
+    for part in ("worker-0 has " + "a" * 64, "worker-1 has " + "b" * 64):
+        assert part in error.message
+
+
+def test_another_recipe_names_the_lines_that_differ() -> None:
+    other = capability(
+        LayerRange(2, 4),
+        recipe={"quant": "q8", "batch_policy": "exact", "kernels": "avx2"},
+        recipe_fingerprint="e" * 64,
+    )
+    error = refusal(layers(0, 2), other)
+    assert error.reason == errors_pb2.REASON_RECIPE_MISMATCH
+    assert "worker-0 runs " + "f" * 64 in error.message
+    assert "worker-1 runs " + "e" * 64 in error.message
+    assert "kernels ('absent' against 'avx2'), quant ('q4' against 'q8')" in error.message
+    assert "batch_policy" not in error.message
+
+
+def test_another_number_of_layers() -> None:
+    error = refusal(layers(0, 2), capability(LayerRange(2, 5), model_layers=5))
+    assert error.reason == errors_pb2.REASON_ROUTE_INVALID
+    assert "4 layers" in error.message
+    assert "says 5" in error.message
+
+
+def test_another_boundary() -> None:
+    error = refusal(layers(0, 2), capability(LayerRange(2, 4), boundary_in=("dense.residual", 2)))
+    assert error.reason == errors_pb2.REASON_BOUNDARY_SCHEMA_MISMATCH
+
+
+def test_layers_are_split_evenly() -> None:
+    assert split_layers(30, 4) == [
+        LayerRange(0, 8),
+        LayerRange(8, 16),
+        LayerRange(16, 23),
+        LayerRange(23, 30),
+    ]
+    assert split_layers(3, 3) == [LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)]
+    for stages_wanted in (0, 4):
+        with pytest.raises(MeshnetError) as caught:
+            split_layers(3, stages_wanted)
+        assert caught.value.reason == errors_pb2.REASON_CONFIGURATION_INVALID
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("127.0.0.1:80", True),
+        ("127.8.8.8:80", True),
+        ("localhost:80", True),
+        ("[::1]:80", True),
+        ("unix:/run/x", True),
+        ("10.0.0.1:80", False),
+        ("0.0.0.0:80", False),
+        ("[::]:80", False),
+        ("localhost.example:80", False),
+        ("127.0.0.1.example:80", False),
+    ],
+)
+def test_loopback(endpoint: str, local: bool) -> None:
+    assert is_loopback(endpoint) is local
+
+
+async def test_plaintext_beyond_loopback_is_refused() -> None:
+    with pytest.raises(MeshnetError, match=r"TLS credentials for 10\.0\.0\.1:7000") as caught:
+        await open_real_route(["10.0.0.1:7000"])
+    assert caught.value.reason == errors_pb2.REASON_INSECURE_TRANSPORT
+    worker = WorkerClient("10.0.0.1:7000", allow_insecure=True)
+    await worker.close()
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1", "127.0.0.1:", ":80", "a:70000", "a:-1", ""])
+async def test_an_endpoint_is_host_and_port(endpoint: str) -> None:
+    with pytest.raises(MeshnetError, match="HOST:PORT") as caught:
+        WorkerClient(endpoint)
+    assert caught.value.reason == errors_pb2.REASON_CONFIGURATION_INVALID
+
+
+async def test_a_worker_that_is_not_there_is_named() -> None:
+    with pytest.raises(MeshnetError, match=r"worker 127\.0\.0\.1:1:") as caught:
+        await open_real_route(["127.0.0.1:1"])
+    assert caught.value.reason == errors_pb2.REASON_PEER_UNREACHABLE
