@@ -50,11 +50,7 @@ int32_t ArgMax(absl::Span<const float> values) {
   return 0;
 }
 
-Sampler::Sampler(SamplingParams params) : params_(std::move(params)) {
-  if (params_.top_p == 0.0f) params_.top_p = 1.0f;
-  if (params_.repetition_penalty == 0.0f) params_.repetition_penalty = 1.0f;
-  if (params_.penalty_last_n == 0) params_.penalty_last_n = 64;
-}
+Sampler::Sampler(SamplingParams params) : params_(std::move(params)) {}
 
 bool Sampler::IsPlainGreedy() const {
   return params_.temperature == 0.0f && params_.logit_bias.empty() &&

@@ -19,8 +19,7 @@ namespace meshnet {
 
 class Sampler {
  public:
-  // `params` has passed ValidateSampling. Fields that sampling.proto calls unset at 0 get their
-  // defaults.
+  // `params` has passed ValidateSampling.
   explicit Sampler(SamplingParams params = {});
 
   // `logits` [vocabulary], unmodified by anybody; `history` the session's tokens so far, prompt

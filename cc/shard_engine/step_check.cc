@@ -8,18 +8,6 @@
 namespace meshnet {
 namespace {
 
-// Compiles to a vectorised scan: seams check every boundary with it.
-bool AllFinite(absl::Span<const float> values) {
-  constexpr uint32_t kExponent = 0x7f800000u;
-  uint32_t bad = 0;
-  for (const float value : values) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(bits));
-    bad |= static_cast<uint32_t>((bits & kExponent) == kExponent);
-  }
-  return bad == 0;
-}
-
 absl::Status CheckRows(const Step& step, const Capability& capability) {
   if (step.token_ids.empty() || step.token_ids.size() > capability.max_step_tokens) {
     return MakeError(v1::REASON_SHAPE_MISMATCH,
@@ -54,6 +42,18 @@ absl::Status CheckResidual(const Step& step, const Capability& capability) {
 }
 
 }  // namespace
+
+// Compiles to a vectorised scan: seams check every boundary with it.
+bool AllFinite(absl::Span<const float> values) {
+  constexpr uint32_t kExponent = 0x7f800000u;
+  uint32_t bad = 0;
+  for (const float value : values) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(bits));
+    bad |= static_cast<uint32_t>((bits & kExponent) == kExponent);
+  }
+  return bad == 0;
+}
 
 absl::Status CheckStep(const Step& step, const Capability& capability) {
   absl::Status status = CheckRows(step, capability);

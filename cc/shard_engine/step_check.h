@@ -23,6 +23,9 @@ absl::Status CheckPosition(const Step& step, const Capability& capability, uint3
 // CONFIGURATION_INVALID when two steps are of one session.
 absl::Status CheckBatch(absl::Span<const Step> batch);
 
+// No NaN, no infinity.
+bool AllFinite(absl::Span<const float> values);
+
 }  // namespace meshnet
 
 #endif  // MESHNET_CC_SHARD_ENGINE_STEP_CHECK_H_
