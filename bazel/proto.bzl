@@ -47,6 +47,8 @@ def _generate(ctx, tool, suffixes, outs, arguments, tools, mnemonic):
         inputs = proto.transitive_sources,
         outputs = files,
         tools = tools,
+        # Where the tools come from, and with that the build root's key, belongs to the action.
+        use_default_shell_env = True,
         mnemonic = mnemonic,
         progress_message = mnemonic + " %{label}",
     )

@@ -5,21 +5,31 @@
 # the build root's system folders, and everything else of the machine (work tree, cache, /tmp, home and data folders) at
 # the same paths as outside, so that links, messages and arguments mean the same on both sides.
 #
-# The new root is entered with pivot_root, not chroot: the kernel denies user namespaces, and with them Bazel's sandbox,
-# to processes in a chroot. No process namespace is made: Bazel's server has to outlive this call.
+# The new root is moved over the old one before chroot enters it: the kernel denies user namespaces, and with them
+# Bazel's sandbox, to processes whose root is not that of their mount namespace. No process namespace is made: Bazel's
+# server has to outlive this call.
 set -euo pipefail
+
+# Outside and inside alike, and with the programs of root that an ordinary user's own may lack.
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 root=$1 worktree=$2 cache=$3
 shift 3
 
-bind() { # PATH: show the machine's PATH at the same path in the build root
+bind() { # PATH: show the machine's folder PATH at the same path in the build root
+  [[ -d $root$1 ]] || mkdir -p "$root$1"
+  mount --rbind "$1" "$root$1"
+}
+
+bind_settings() { # PATH: the same for a file or folder of settings, which may be missing
   [[ -e $1 ]] || return 0
   if [[ -d $1 ]]; then
     [[ -d $root$1 ]] || mkdir -p "$root$1"
   else
     [[ -e $root$1 ]] || { mkdir -p "$(dirname "$root$1")" && : >"$root$1"; }
   fi
-  mount --rbind "$1" "$root$1"
+  # Within a build root, a file that was replaced outside since cannot be bound again.
+  mount --rbind "$1" "$root$1" 2>/dev/null || true
 }
 
 mount --bind "$root" "$root"
@@ -42,20 +52,18 @@ bind /var/tmp
 # The machine's own certificate authorities and package clients' settings.
 for file in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/java/cacerts /etc/pip.conf /etc/xdg/pip /etc/npmrc \
   /etc/resolv.conf /etc/hosts /etc/passwd /etc/group; do
-  bind "$file"
+  bind_settings "$file"
 done
 
-mkdir -p "$root/.outside"
-cd "$root"
-pivot_root . .outside
-umount -l /.outside
 # Whatever runs in the build root cannot change it: its key stays true.
-mount -o remount,bind,ro / 2>/dev/null || true
-
-if [[ -d $MESHNET_CWD ]]; then cd "$MESHNET_CWD"; else cd "$worktree"; fi
-unset MESHNET_CWD
+mount -o remount,bind,ro "$root" 2>/dev/null || true
+cd "$root"
+mount --move . /
 
 # Paths of the machine's own programs and libraries mean nothing here.
 unset LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME VIRTUAL_ENV JAVA_HOME BAZEL_REAL
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-exec "$@"
+exec chroot . /usr/bin/bash -c '
+  cd "$MESHNET_CWD" 2>/dev/null || cd "$0"
+  unset MESHNET_CWD
+  exec "$@"
+' "$worktree" "$@"
