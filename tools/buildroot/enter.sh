@@ -16,9 +16,10 @@ export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 root=$1 worktree=$2 cache=$3
 shift 3
 
+# mount -n everywhere: the root of a user namespace may not write mount's own table.
 bind() { # PATH: show the machine's folder PATH at the same path in the build root
   [[ -d $root$1 ]] || mkdir -p "$root$1"
-  mount --rbind "$1" "$root$1"
+  mount -n --rbind "$1" "$root$1"
 }
 
 bind_settings() { # PATH: the same for a file or folder of settings, which may be missing
@@ -29,21 +30,20 @@ bind_settings() { # PATH: the same for a file or folder of settings, which may b
     [[ -e $root$1 ]] || { mkdir -p "$(dirname "$root$1")" && : >"$root$1"; }
   fi
   # Within a build root, a file that was replaced outside since cannot be bound again.
-  mount --rbind "$1" "$root$1" 2>/dev/null || true
+  mount -n --rbind "$1" "$root$1" 2>/dev/null || true
 }
 
-mount --bind "$root" "$root"
+mount -n --bind "$root" "$root"
 
 # What belongs to the system comes from the build root; what else the machine has at the top comes along.
 for dir in /*; do
   case $dir in
-    /bin | /boot | /etc | /lib | /lib32 | /lib64 | /libx32 | /lost+found | /opt | /sbin | /usr | /var) ;;
-    /run | /proc.old) ;;
+    /bin | /boot | /etc | /lib | /lib32 | /lib64 | /libx32 | /lost+found | /opt | /run | /sbin | /usr | /var) ;;
     *) [[ -L $dir || ! -d $dir ]] || bind "$dir" ;;
   esac
 done
 for dir in /opt/*; do
-  [[ $dir == /opt/sysroot || -L $dir ]] || bind "$dir"
+  [[ $dir == /opt/sysroot || -L $dir || ! -d $dir ]] || bind "$dir"
 done
 bind /var/tmp
 [[ -e $root$worktree/. && $worktree -ef $root$worktree ]] || bind "$worktree"
@@ -56,12 +56,14 @@ for file in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/java/cacerts /etc/
 done
 
 # Whatever runs in the build root cannot change it: its key stays true.
-mount -o remount,bind,ro "$root" 2>/dev/null || true
+mount -n -o remount,bind,ro "$root" 2>/dev/null || true
 cd "$root"
-mount --move . /
+mount -n --move . /
 
 # Paths of the machine's own programs and libraries mean nothing here.
 unset LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME VIRTUAL_ENV JAVA_HOME BAZEL_REAL
+# The one locale that every Debian has.
+export LC_ALL=C.UTF-8
 exec chroot . /usr/bin/bash -c '
   cd "$MESHNET_CWD" 2>/dev/null || cd "$0"
   unset MESHNET_CWD
