@@ -1,0 +1,80 @@
+// ShardEngine on the pinned, patched llama.cpp: one GGUF, one layer range, the CPU.
+//
+//   LlamaEngineOptions options;
+//   options.model_path = "/models/smollm2.gguf";
+//   options.range = {0, 15};
+//   auto engine = LoadLlamaEngine(options);
+//
+// One llama_model and one llama_context per engine; a session is one of the context's sequences.
+//
+//   BatchPolicy::kExact   every slot has a KV stream of its own and every step is a llama_decode of
+//                         its own: placement in memory, padding and batch shape of a session depend
+//                         on nothing but the session.
+//   BatchPolicy::kShared  one pool of cells and one llama_decode for the rows of all steps, sorted
+//                         by slot.
+//
+// Dense models of the `llama` architecture only. llama.cpp's logger is process-wide: the sink of
+// the engine loaded last gets every line.
+#ifndef MESHNET_CC_SHARD_ENGINE_LLAMA_LLAMA_ENGINE_H_
+#define MESHNET_CC_SHARD_ENGINE_LLAMA_LLAMA_ENGINE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "cc/shard_engine/llama/llama_log.h"
+#include "cc/shard_engine/shard_engine.h"
+
+namespace meshnet {
+
+struct LlamaEngineOptions {
+  enum class KvType { kF16, kF32, kQ8_0 };
+
+  // One GGUF file.
+  std::string model_path;
+  // ARTIFACT_MISMATCH when the file hashes to something else. Lower-case hex; empty = any.
+  std::string expected_artifact_sha256;
+  // end 0 = the model's last layer.
+  LayerRange range;
+  // Slots, at most 256.
+  uint32_t max_sessions = 4;
+  // Per session. The KV memory of all slots is taken at load, rounded up to 256 tokens a slot.
+  uint32_t context_tokens = 2048;
+  // Rows of the largest step: the prefill chunk.
+  uint32_t max_step_tokens = 512;
+  // Rows of a step with OutputRows::kAllLogits. Their logits take 4 bytes x vocabulary each in two
+  // buffers, so serving leaves it at 0; more than that many rows are refused (FEATURE_UNSUPPORTED).
+  uint32_t max_logit_rows = 0;
+  BatchPolicy batch_policy = BatchPolicy::kExact;
+  // 0 = one per hardware thread.
+  uint32_t threads = 0;
+  // How long ggml's threads spin between graphs before they sleep, [0, 100]. Spinning saves
+  // wake-ups where the cores are the stage's own and steals them from other stages where they are
+  // not.
+  uint32_t poll = 50;
+  bool flash_attention = true;
+  KvType kv_type = KvType::kF16;
+  // Rearrange weights for the CPU's matrix instructions where it has any.
+  bool repack = true;
+  // ggml CPU variant to use; empty = the best that this CPU runs.
+  std::string cpu_variant;
+  absl::Duration idle_ttl = absl::Minutes(30);
+  absl::Duration lru_min_idle = absl::Seconds(10);
+  // MEMORY_BUDGET_EXCEEDED when EstimateMemory() sums up to more. 0 = no bound.
+  uint64_t memory_budget_bytes = 0;
+  std::function<absl::Time()> now = absl::Now;
+  LlamaLogSink log = nullptr;
+  // For tests: called on the engine thread before a batch that passed its checks runs.
+  std::function<void()> before_batch = nullptr;
+};
+
+// ARTIFACT_UNREADABLE, ARTIFACT_INVALID, ARTIFACT_MISMATCH, ARCHITECTURE_UNSUPPORTED (naming it),
+// LAYER_RANGE_INVALID, CPU_UNSUPPORTED, CONFIGURATION_INVALID, MEMORY_BUDGET_EXCEEDED.
+absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOptions& options);
+
+}  // namespace meshnet
+
+#endif  // MESHNET_CC_SHARD_ENGINE_LLAMA_LLAMA_ENGINE_H_

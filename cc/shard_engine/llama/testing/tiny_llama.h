@@ -1,0 +1,29 @@
+// A random model of the `llama` architecture, small enough to make in a test: real topology, real
+// tokenizer, no meaning.
+#ifndef MESHNET_CC_SHARD_ENGINE_LLAMA_TESTING_TINY_LLAMA_H_
+#define MESHNET_CC_SHARD_ENGINE_LLAMA_TESTING_TINY_LLAMA_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace meshnet {
+
+struct TinyLlamaOptions {
+  uint32_t layers = 6;
+  uint32_t seed = 1;
+  // Embeddings serve as the output matrix, as in small real models.
+  bool tied_output = false;
+  // Quantised as real models are: Q4_0 for the blocks' matrices, F16 for the rest.
+  bool quantized = true;
+  std::string architecture = "llama";
+};
+
+// Width 64, 2 heads of 32, 1 KV head, feed-forward 128, vocabulary 512 (SentencePiece with byte
+// fallback). Writes about 300 KiB to `path`. The same options give the same bytes.
+absl::Status WriteTinyLlama(const std::string& path, const TinyLlamaOptions& options = {});
+
+}  // namespace meshnet
+
+#endif  // MESHNET_CC_SHARD_ENGINE_LLAMA_TESTING_TINY_LLAMA_H_
