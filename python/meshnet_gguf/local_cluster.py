@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalCluster", "WorkerProcess", "WorkerSpec", "split_layers", "worker_binary"]
 
 _POLL_SECONDS = 0.01
+_FAREWELL_SECONDS = 2.0
 _WORKER_VARIABLE = "MESHNET_WORKER"
 
 
@@ -85,7 +86,7 @@ class WorkerSpec:
 
     def command(self, binary: pathlib.Path) -> list[str]:
         """The command line."""
-        command = [str(binary), "--listen=127.0.0.1:0"]
+        command = [str(binary), "--listen=127.0.0.1:0", "--die_with_parent"]
         if self.model is None:
             command.append("--engine=fake")
         else:
@@ -169,7 +170,13 @@ class WorkerProcess:
             await asyncio.sleep(_POLL_SECONDS)
         return self.endpoint
 
-    async def wait_ready(self, within: float, *, credentials: TlsCredentials | None = None) -> None:
+    async def wait_ready(
+        self,
+        within: float,
+        *,
+        credentials: TlsCredentials | None = None,
+        allow_insecure: bool = False,
+    ) -> None:
         """Waits until the worker serves.
 
         Raises MeshnetError: the worker's own reason when it ends or says that it has failed,
@@ -184,11 +191,16 @@ class WorkerProcess:
                 f"expected worker {self.pid} to listen within {within:g} s; its log ends with\n"
                 f"{self.log_tail()}",
             ) from error
-        async with WorkerClient(endpoint, credentials=credentials) as client:
+        async with WorkerClient(
+            endpoint, credentials=credentials, allow_insecure=allow_insecure
+        ) as client:
             ready = asyncio.create_task(client.wait_ready(within))
             ended = asyncio.create_task(self._process.wait())
             try:
                 await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not ended.done() and ready.exception() is not None:
+                    # A worker that has failed ends by itself and logs why.
+                    await asyncio.wait({ended}, timeout=_FAREWELL_SECONDS)
                 if ended.done():
                     raise self._died()
                 await ready
@@ -249,6 +261,7 @@ class LocalCluster:
         binary: pathlib.Path | None = None,
         environment: Mapping[str, str] | None = None,
         credentials: TlsCredentials | None = None,
+        allow_insecure: bool = False,
     ) -> None:
         self.workers: list[WorkerProcess] = []
         self._specs = tuple(specs)
@@ -256,6 +269,7 @@ class LocalCluster:
         self._binary = binary
         self._environment = environment
         self._credentials = credentials
+        self._allow_insecure = allow_insecure
         self._logs: pathlib.Path | None = None
 
     @property
@@ -307,7 +321,11 @@ class LocalCluster:
         return worker
 
     async def _ready(self, worker: WorkerProcess) -> None:
-        await worker.wait_ready(self._ready_within, credentials=self._credentials)
+        await worker.wait_ready(
+            self._ready_within,
+            credentials=self._credentials,
+            allow_insecure=self._allow_insecure,
+        )
 
     async def _stop(self, grace: float) -> None:
         await asyncio.gather(*(worker.stop(grace) for worker in self.workers))

@@ -240,6 +240,12 @@ class Session:
             )
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # It is the call that was cancelled: by abort(), or by closing the connection.
+            failure = MeshnetError(errors_pb2.REASON_CANCELLED, "this client ended the session")
         await self._events.put(failure)
 
     async def _next(self) -> shard_pb2.SessionEvent:

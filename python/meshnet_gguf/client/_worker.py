@@ -110,11 +110,10 @@ class WorkerClient:
                 if health.state is WorkerState.READY:
                     return
                 if health.state in (WorkerState.FAILED, WorkerState.DRAINING):
-                    reason = (
-                        errors_pb2.REASON_DRAINING
-                        if health.state is WorkerState.DRAINING
-                        else errors_pb2.REASON_ENGINE_FAILURE
-                    )
+                    own = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(f"REASON_{health.reason}")
+                    reason = errors_pb2.REASON_ENGINE_FAILURE if own is None else own.number
+                    if health.state is WorkerState.DRAINING:
+                        reason = errors_pb2.REASON_DRAINING
                     raise MeshnetError(reason, f"worker {self.endpoint} is {seen}")
             await asyncio.sleep(_POLL_SECONDS)
         raise MeshnetError(

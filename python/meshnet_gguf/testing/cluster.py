@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshnet_gguf.client import LayerRange, Metrics, Route, WorkerClient, open_route
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 
-__all__ = ["LAYERS", "FakeCluster", "fake_cluster", "fake_specs", "wait_idle"]
+__all__ = ["LAYERS", "FakeCluster", "cluster_of", "fake_cluster", "fake_specs", "wait_idle"]
 
 # Layers of the model that the fake engine pretends to have.
 LAYERS = 8
@@ -27,13 +27,12 @@ def fake_specs(cuts: Sequence[int] = (4,), *flags: str, layers: int = LAYERS) ->
     ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FakeCluster:
     """Running workers and a route over them."""
 
     cluster: LocalCluster
     route: Route
-    extra: list[WorkerClient] = field(default_factory=list)
 
     async def wait_idle(self, indexes: Iterable[int] | None = None) -> None:
         """Waits until the workers (all, or those named) hold no session and no queued step."""
@@ -61,12 +60,16 @@ async def wait_idle(worker: WorkerClient, within: float = 10.0) -> Metrics:
 
 
 @contextlib.asynccontextmanager
+async def cluster_of(specs: Sequence[WorkerSpec]) -> AsyncIterator[FakeCluster]:
+    """Workers for these specs and a route over them."""
+    async with LocalCluster(specs) as cluster, await open_route(cluster.endpoints) as route:
+        yield FakeCluster(cluster, route)
+
+
+@contextlib.asynccontextmanager
 async def fake_cluster(
     cuts: Sequence[int] = (4,), *flags: str, layers: int = LAYERS
 ) -> AsyncIterator[FakeCluster]:
     """A fake model in `len(cuts) + 1` worker processes, each started with `flags` too."""
-    async with contextlib.AsyncExitStack() as stack:
-        specs = fake_specs(cuts, *flags, layers=layers)
-        cluster = await stack.enter_async_context(LocalCluster(specs))
-        route = await stack.enter_async_context(await open_route(cluster.endpoints))
-        yield FakeCluster(cluster, route)
+    async with cluster_of(fake_specs(cuts, *flags, layers=layers)) as fake:
+        yield fake

@@ -1,0 +1,38 @@
+"""The demo's way from workers to verdict, on the fake engine."""
+
+import asyncio
+
+import pytest
+from meshnet_gguf.demo import run_demo
+
+END = 60.0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+async def test_the_chain_agrees_with_the_whole_model(stages: int) -> None:
+    shown: list[str] = []
+    async with asyncio.timeout(END):
+        result = await run_demo(
+            None, stages=stages, prompt="Hello", max_tokens=40, show_text=shown.append
+        )
+    assert result.identical
+    assert result.parity == "identical"
+    assert result.text == "".join(shown)
+    assert result.token_ids == result.reference_token_ids
+    assert len(result.token_ids) == 40
+    assert result.compared_logit_rows == 32
+    assert result.max_logit_difference == 0
+    assert result.prompt_tokens == len("Hello") + 2  # <|user|>, <|assistant|>
+    assert result.ttft_ms > 0
+    assert result.decode_tokens_per_s > 0
+    assert result.stages[0].layers[0] == 0
+    assert result.stages[-1].layers[1] == 8
+    for index, stage in enumerate(result.stages):
+        assert stage.stage == index
+        assert stage.resident_bytes > 1024 * 1024
+        if index < stages - 1:
+            # A boundary of 16 floats, a position and a token id for each of 7 + 39 tokens.
+            assert stage.seam_bytes_sent > 46 * (16 * 4 + 8)
+            assert stage.seam_bytes_sent_per_token <= 16 * 4 + 8 + 256
+        else:
+            assert stage.return_bytes_sent > 0 or stages == 1

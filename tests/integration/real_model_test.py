@@ -1,0 +1,301 @@
+"""The llama engine on a real model: chains of workers give exactly what the whole model gives.
+
+Evidence of correctness on this machine's CPU kernels, under the batch policy `exact`.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import pytest
+from meshnet_gguf.client import (
+    ChatMessage,
+    GenerationResult,
+    LayerRange,
+    Route,
+    SamplingParams,
+    Token,
+    open_route,
+)
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.local_cluster import WorkerSpec
+from meshnet_gguf.testing.cluster import FakeCluster, cluster_of, wait_idle
+
+from proto.meshnet.shard.v1 import errors_pb2
+
+LAYERS = 30
+END = 240.0
+MIB = 1024 * 1024
+# Prefill in several steps, so that a chain overlaps them and the last one is shorter.
+FLAGS = ("--prefill_chunk_tokens=64", "--context_tokens=1024", "--max_sessions=8")
+SENTENCE = (
+    "The quick brown fox jumps over the lazy dog, and then it thinks about what it has done. "
+)
+PROMPTS = ["Once upon a time", SENTENCE * 9]
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model() -> pathlib.Path:
+    return pathlib.Path(os.environ["MESHNET_TEST_MODEL"]).absolute()
+
+
+@pytest.fixture(scope="module")
+def size(model: pathlib.Path) -> int:
+    return model.stat().st_size
+
+
+def specs(model: pathlib.Path, cuts: Sequence[int], *flags: str) -> list[WorkerSpec]:
+    edges = [0, *cuts, LAYERS]
+    return [
+        WorkerSpec(LayerRange(begin, end), model=model, flags=(*FLAGS, *flags))
+        for begin, end in itertools.pairwise(edges)
+    ]
+
+
+async def generate(
+    route: Route, prompt: str, sampling: SamplingParams = GREEDY, tokens: int = 40
+) -> GenerationResult:
+    token_ids = await route.head.tokenize(prompt)
+    async with asyncio.timeout(END), route.session() as session:
+        return await session.generate(
+            token_ids,
+            sampling,
+            max_tokens=tokens,
+            ignore_end_of_generation=True,
+            return_logits=True,
+        ).result()
+
+
+async def answers(route: Route) -> list[GenerationResult]:
+    """Both prompts, greedy and sampled."""
+    return [
+        await generate(route, prompt, sampling)
+        for prompt in PROMPTS
+        for sampling in (GREEDY, SAMPLED)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(model: pathlib.Path) -> list[GenerationResult]:
+    """What the whole model in one worker answers."""
+
+    async def run() -> list[GenerationResult]:
+        async with cluster_of(specs(model, ())) as cluster:
+            return await answers(cluster.route)
+
+    return asyncio.run(run())
+
+
+def same(left: GenerationResult, right: GenerationResult) -> bool:
+    # Equal bytes of all sampled rows' logits: a maximal difference of 0.
+    return left.token_ids == right.token_ids and left.logits == right.logits
+
+
+def test_the_reference_is_long_enough_and_not_trivial(whole: list[GenerationResult]) -> None:
+    for result in whole:
+        assert len(result.token_ids) == len(result.logits) == 40
+        assert len(result.logits[0]) == 4 * 49152
+        assert len(set(result.token_ids)) > 5
+    assert len({result.token_ids for result in whole}) == 4
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [(), (1,), (15,), (29,), (10, 20), (3, 27), (6, 12, 18, 24)],
+    ids=lambda cuts: f"{len(cuts) + 1} stages at {','.join(map(str, cuts)) or 'no cut'}",
+)
+async def test_a_chain_gives_exactly_what_the_whole_model_gives(
+    model: pathlib.Path, whole: list[GenerationResult], cuts: tuple[int, ...]
+) -> None:
+    async with cluster_of(specs(model, cuts)) as cluster:
+        assert [c.layers.begin for c in cluster.route.capabilities] == [0, *cuts]
+        for capability in cluster.route.capabilities:
+            assert capability.engine == "llama"
+            assert capability.architecture == "llama"
+            assert capability.evidence == "DARK"
+            assert capability.batch_policy == "EXACT"
+        for index, result in enumerate(await answers(cluster.route)):
+            assert same(result, whole[index]), f"answer {index}"
+
+
+async def test_four_interleaved_sessions_equal_each_alone(
+    model: pathlib.Path, whole: list[GenerationResult]
+) -> None:
+    async with cluster_of(specs(model, (15,))) as cluster:
+        together = await asyncio.gather(
+            *(
+                generate(cluster.route, prompt, sampling)
+                for prompt in PROMPTS
+                for sampling in (GREEDY, SAMPLED)
+            )
+        )
+        for index, result in enumerate(together):
+            assert same(result, whole[index]), f"answer {index}"
+        await cluster.wait_idle()
+
+
+async def test_a_text_does_not_depend_on_seven_others_nor_on_a_restart(
+    model: pathlib.Path, whole: list[GenerationResult]
+) -> None:
+    async def among_seven(cluster: FakeCluster) -> GenerationResult:
+        others = [
+            asyncio.create_task(
+                generate(cluster.route, f"Number {number} is", SamplingParams(1.0, seed=number), 60)
+            )
+            for number in range(7)
+        ]
+        result = await generate(cluster.route, PROMPTS[0], SAMPLED)
+        await asyncio.gather(*others)
+        return result
+
+    async with cluster_of(specs(model, (15,))) as cluster:
+        assert same(await among_seven(cluster), whole[1])
+        for index in (0, 1):
+            await cluster.cluster.restart(index)
+        async with await open_route(cluster.cluster.endpoints) as route:
+            assert same(await generate(route, PROMPTS[0], SAMPLED), whole[1])
+            assert same(await among_seven(FakeCluster(cluster.cluster, route)), whole[1])
+
+
+async def test_shared_batches_serve_everybody(model: pathlib.Path) -> None:
+    async with cluster_of(specs(model, (15,), "--batch_policy=shared")) as cluster:
+        results = await asyncio.gather(
+            *(generate(cluster.route, f"Number {number} is", tokens=20) for number in range(8))
+        )
+        assert all(len(result.token_ids) == 20 for result in results)
+        calls = (await cluster.route.metrics())[1].engine_calls
+        # One call for many rows: far fewer than one a token.
+        assert calls < 8 * 20
+        await cluster.wait_idle()
+
+
+async def test_a_turn_goes_on_from_what_is_held(model: pathlib.Path) -> None:
+    question = ChatMessage("user", "What is the capital of France?")
+    async with cluster_of(specs(model, (15,))) as cluster:
+        async with cluster.route.session() as session:
+            first = await (await session.chat([question], max_tokens=32)).result()
+            assert "Paris" in first.text
+            turns = [
+                question,
+                ChatMessage("assistant", first.text),
+                ChatMessage("user", "And of Italy?"),
+            ]
+            second = await (await session.chat(turns, max_tokens=32)).result()
+        sent = second.finished.prompt_tokens
+        assert "Rome" in second.text or len(second.token_ids) > 1
+        async with cluster.route.session() as session:
+            fresh = await (await session.chat(turns, max_tokens=1)).result()
+        assert sent < fresh.finished.prompt_tokens
+
+
+async def test_a_range_stays_within_what_it_owns(model: pathlib.Path, size: int) -> None:
+    owned = []
+    for cuts in [(15,), (10, 20)]:
+        async with cluster_of(specs(model, cuts)) as cluster:
+            await generate(cluster.route, PROMPTS[1])
+            total = 0
+            for worker, metrics in zip(
+                cluster.cluster.workers, await cluster.route.metrics(), strict=True
+            ):
+                allowed = metrics.owned_tensor_bytes + metrics.kv_budget_bytes + 64 * MIB
+                assert metrics.resident_bytes <= allowed
+                assert resident_bytes(worker.pid) <= allowed
+                total += metrics.owned_tensor_bytes
+            owned.append([m.owned_tensor_bytes for m in await cluster.route.metrics()])
+            # Together they own the file's tensors; tied embeddings are owned at both ends.
+            assert 0.9 * size < total < 1.4 * size
+            if len(cuts) == 2:
+                middle = cluster.route.capabilities[1]
+                assert middle.owned_tensors < 10 * 12
+    # Ten layers in the middle are about a third of all layers, and no embedding at all.
+    assert owned[1][1] < 0.3 * size
+
+
+def resident_bytes(pid: int) -> int:
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_a_killed_stage_is_told_and_replaced(
+    model: pathlib.Path, whole: list[GenerationResult], killed: int
+) -> None:
+    async with cluster_of(specs(model, (15,))) as cluster:
+        with pytest.raises(MeshnetError) as caught:
+            async with asyncio.timeout(END), cluster.route.session() as session:
+                generation = session.generate([1, 2, 3], max_tokens=1000)
+                async for event in generation:
+                    if isinstance(event, Token) and len(generation.token_ids) == 5:
+                        await cluster.cluster.workers[killed].kill()
+        assert caught.value.reason == errors_pb2.REASON_PEER_LOST
+        survivor = 1 - killed
+        await wait_idle(cluster.route.workers[survivor])
+        assert cluster.cluster.workers[survivor].exit_code is None
+        await cluster.cluster.restart(killed)
+        async with await open_route(cluster.cluster.endpoints) as route:
+            assert same(await generate(route, PROMPTS[0]), whole[0])
+
+
+async def demo(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the demo as a program."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "meshnet_gguf.demo",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    async with asyncio.timeout(END):
+        stdout, stderr = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, stdout.decode(), stderr.decode()
+
+
+async def test_the_demo_for_scripts(model: pathlib.Path) -> None:
+    code, stdout, stderr = await demo(
+        "--json", f"--model={model}", "--stages=3", "--max-tokens=40", "--prompt=Count to five."
+    )
+    assert code == 0, stderr
+    result = json.loads(stdout)
+    assert result["parity"] == "identical"
+    assert result["token_ids"] == result["reference_token_ids"]
+    assert len(result["token_ids"]) > 4
+    assert result["max_logit_difference"] == 0
+    assert [stage["layers"] for stage in result["stages"]] == [[0, 10], [10, 20], [20, 30]]
+    assert result["text"]
+    # 576 floats, a position and a token id, and at most 256 bytes around them.
+    for stage in result["stages"][:2]:
+        assert stage["seam_bytes_sent_per_token"] <= 576 * 4 + 8 + 256
+
+
+async def test_the_demo_for_people(model: pathlib.Path) -> None:
+    code, stdout, stderr = await demo(f"--model={model}", "--max_tokens=24")
+    assert code == 0, stderr
+    assert "Paris" in stdout
+    assert "parity: identical (" in stdout
+    assert "[15, 30)" in stdout
+
+
+async def test_the_demo_says_what_is_wrong(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    no_model = tmp_path / "model.gguf"
+    no_model.write_bytes(b"not a model")
+    for arguments, said in [
+        ([f"--model={tmp_path / 'missing.gguf'}"], "ARTIFACT_UNREADABLE"),
+        ([f"--model={no_model}"], "ARTIFACT_INVALID"),
+        ([f"--model={model}", "--stages=31"], "expected 1 to 30 stages"),
+        ([f"--model={model}", "surplus"], "expected flags only"),
+    ]:
+        code, stdout, stderr = await demo(*arguments)
+        assert code == 1
+        assert stdout.strip() == ""
+        assert said in stderr
