@@ -1,0 +1,178 @@
+"""The picture beside the numbers: a small SVG of grouped bars, one panel for each question.
+
+    svg = render(rows, title="...")
+
+No drawing library: the file depends on nothing but the rows, so equal rows give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+__all__ = ["render"]
+
+Row = dict[str, Any]
+
+_SYSTEMS = ("whole", "rpc-default", "rpc-tuned", "meshnet")
+_COLOURS = {
+    "whole": "#7f7f7f",
+    "rpc-default": "#f0b27a",
+    "rpc-tuned": "#d35400",
+    "meshnet": "#1f6fb2",
+}
+_PANEL_WIDTH = 440
+_PANEL_HEIGHT = 250
+_PLOT_HEIGHT = 170
+_LEFT = 52
+_TOP = 34
+_HEADER = 56
+
+
+def _number(value: float) -> str:
+    """At most one digit after the point, none above 100, no trailing zero."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}".removesuffix(".0")
+
+
+def _ceiling(value: float) -> float:
+    """The next of 1, 2, 2.5, 5, 10 times a power of ten: where an axis ends."""
+    step = 1.0
+    while step * 10 <= value:
+        step *= 10
+    while step > value:
+        step /= 10
+    for factor in (1, 2, 2.5, 5, 10):
+        if step * factor >= value:
+            return step * factor
+    return step * 10
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 11) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _bar(x: float, width: float, base: float, scale: float, figure: Row, system: str) -> list[str]:
+    height = figure["median"] * scale
+    middle = x + width / 2
+    low, high = base - figure["min"] * scale, base - figure["max"] * scale
+    return [
+        f'<rect x="{x:.1f}" y="{base - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'fill="{_COLOURS[system]}"><title>{escape(system)}: {_number(figure["median"])} '
+        f"({_number(figure['min'])} to {_number(figure['max'])})</title></rect>",
+        f'<line x1="{middle:.1f}" y1="{low:.1f}" x2="{middle:.1f}" y2="{high:.1f}" '
+        'stroke="#222222" stroke-width="1"/>',
+        _text(middle, high - 3, _number(figure["median"]), size=9),
+    ]
+
+
+def _panel(
+    x: float,
+    y: float,
+    title: str,
+    groups: Sequence[tuple[str, Sequence[Row]]],
+    metric: str,
+) -> list[str]:
+    figures = [row[metric] for _, rows in groups for row in rows]
+    top = _ceiling(max((float(figure["max"]) for figure in figures), default=1.0) or 1.0)
+    scale = _PLOT_HEIGHT / top
+    base = y + _TOP + _PLOT_HEIGHT
+    right = x + _PANEL_WIDTH - 16
+    parts = [_text(x + 8, y + 18, title, anchor="start", size=13)]
+    for step in range(5):
+        level = top * step / 4
+        line = base - level * scale
+        parts.append(
+            f'<line x1="{x + _LEFT:.1f}" y1="{line:.1f}" x2="{right:.1f}" y2="{line:.1f}" '
+            'stroke="#dddddd" stroke-width="1"/>'
+        )
+        parts.append(_text(x + _LEFT - 6, line + 4, _number(level), anchor="end", size=10))
+    group_width = (right - x - _LEFT) / max(1, len(groups))
+    for number, (label, rows) in enumerate(groups):
+        left = x + _LEFT + number * group_width
+        width = group_width * 0.84 / max(1, len(rows))
+        for index, row in enumerate(rows):
+            bar_left = left + group_width * 0.08 + index * width
+            parts += _bar(bar_left, width * 0.9, base, scale, row[metric], row["system"])
+        parts.append(_text(left + group_width / 2, base + 16, label))
+    return parts
+
+
+def _grouped(
+    rows: Sequence[Row],
+    keep: Callable[[Row], bool],
+    key: str,
+    label: Callable[[Any], str],
+) -> list[tuple[str, list[Row]]]:
+    kept = [row for row in rows if keep(row)]
+    values = sorted({row[key] for row in kept})
+    order = {system: number for number, system in enumerate(_SYSTEMS)}
+    return [
+        (
+            label(value),
+            sorted(
+                (row for row in kept if row[key] == value), key=lambda row: order[row["system"]]
+            ),
+        )
+        for value in values
+    ]
+
+
+def _round_trip(value: float) -> str:
+    return "direct" if value == 0 else f"{value:g} ms"
+
+
+def _sessions(value: int) -> str:
+    return "1 session" if value == 1 else f"{value} sessions"
+
+
+def render(rows: Sequence[Row], *, title: str) -> str:
+    """The SVG text. Panels without rows are left out."""
+    farthest = max((row["rtt_ms"] for row in rows), default=0)
+    panels = [
+        (
+            "Decode, one session, tokens/s",
+            _grouped(rows, lambda row: row["sessions"] == 1, "rtt_ms", _round_trip),
+            "decode_tokens_per_s",
+        ),
+        (
+            "Prompt of one session, tokens/s",
+            _grouped(rows, lambda row: row["sessions"] == 1, "rtt_ms", _round_trip),
+            "prompt_tokens_per_s",
+        ),
+        (
+            "Decode, all sessions together, direct, tokens/s",
+            _grouped(rows, lambda row: row["rtt_ms"] == 0, "sessions", _sessions),
+            "decode_tokens_per_s",
+        ),
+    ]
+    if farthest > 0:
+        panels.append(
+            (
+                f"Decode, all sessions together, {farthest:g} ms, tokens/s",
+                _grouped(rows, lambda row: row["rtt_ms"] == farthest, "sessions", _sessions),
+                "decode_tokens_per_s",
+            )
+        )
+    panels = [panel for panel in panels if panel[1]]
+    width = 2 * _PANEL_WIDTH
+    height = _HEADER + (len(panels) + 1) // 2 * _PANEL_HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#222222">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(12, 22, title, anchor="start", size=15),
+    ]
+    for number, system in enumerate(_SYSTEMS):
+        x = 12 + number * 110
+        parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{_COLOURS[system]}"/>')
+        parts.append(_text(x + 17, 44, system, anchor="start"))
+    for number, (panel_title, groups, metric) in enumerate(panels):
+        x = number % 2 * _PANEL_WIDTH
+        y = _HEADER + number // 2 * _PANEL_HEIGHT
+        parts += _panel(x, y, panel_title, groups, metric)
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
