@@ -1,0 +1,400 @@
+// The shard worker: one artifact, one recipe, one layer range behind one gRPC port.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "cc/common/status.h"
+#include "cc/worker/engine_factory.h"
+#include "cc/worker/grpc_transport.h"
+#include "cc/worker/json_log.h"
+#include "cc/worker/shard_server.h"
+#include "cc/worker/worker.h"
+#include "grpcpp/security/credentials.h"
+#include "grpcpp/security/server_credentials.h"
+
+ABSL_FLAG(std::string, listen, "127.0.0.1:0",
+          "Address to serve on, host:port; port 0 takes a free one.");
+ABSL_FLAG(std::string, port_file, "", "Write the bound port into this file once it is bound.");
+ABSL_FLAG(std::string, recipe_fingerprint, "",
+          "Refuse to serve when the loaded shard's recipe is another one.");
+ABSL_FLAG(std::string, artifact_sha256, "",
+          "Refuse to serve when the loaded artifact is another one.");
+ABSL_FLAG(
+    uint32_t, prefill_token_budget, 0,
+    "Rows of prefill beside the decode rows in one engine call (batch policy shared). 0 = one "
+    "chunk.");
+ABSL_FLAG(uint64_t, max_frame_bytes, 1 << 20, "Largest message on a stream, 4 KiB to 64 MiB.");
+ABSL_FLAG(uint64_t, max_bundle_bytes, 64 << 20, "Largest boundary of one step, at most 1 GiB.");
+ABSL_FLAG(uint32_t, max_inflight_steps, 4, "Steps under way on a seam before a credit returns.");
+ABSL_FLAG(absl::Duration, dial_timeout, absl::Milliseconds(1500),
+          "Time for the next stage to accept a call.");
+ABSL_FLAG(absl::Duration, open_timeout, absl::Seconds(10),
+          "Time for the later stages to agree to a route.");
+ABSL_FLAG(absl::Duration, keepalive_time, absl::Milliseconds(500),
+          "Ping a silent peer after this long.");
+ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(1),
+          "A peer that does not answer a ping for this long is gone.");
+ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
+          "After SIGTERM or SIGINT running sessions may go on for this long.");
+ABSL_FLAG(std::string, tls_cert, "", "PEM file with this worker's certificate chain.");
+ABSL_FLAG(std::string, tls_key, "", "PEM file with the certificate's private key.");
+ABSL_FLAG(std::string, tls_ca, "",
+          "PEM file with the authorities whose certificates callers and stages must present.");
+ABSL_FLAG(std::string, tls_target_name, "",
+          "Name that the next stages' certificates must carry instead of their host name.");
+ABSL_FLAG(bool, insecure, false, "Allow plaintext beyond loopback. Only in a trusted network.");
+ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.");
+
+namespace meshnet::worker {
+namespace {
+
+constexpr char kVersion[] = "0.1.0";
+
+constexpr char kUsage[] = R"(Serves one layer range of one model.
+
+  worker --model=model.gguf --layers=0:15 --listen=127.0.0.1:7001
+  worker --model=model.gguf --layers=15:30 --listen=127.0.0.1:7002
+  worker --engine=fake --layers=0:8                  # no model: protocol tests
+  worker --model=model.gguf --listen=10.0.0.5:7001 \
+         --tls_cert=me.pem --tls_key=me.key --tls_ca=fleet.pem
+
+Logs are JSON lines on stderr. {"event":"listening","address":"HOST:PORT","port":PORT} comes when the
+port is bound (health: NOT_SERVING), {"event":"ready"} when sessions are taken (SERVING).
+SIGTERM or SIGINT: no new sessions, running ones have --drain_timeout, then exit 0. A second signal
+ends them at once.
+
+Exit codes: 0 shut down as asked; 1 internal; 2 flags; 3 artifact missing or invalid; 4 architecture,
+layer range or CPU not supported; 5 identity differs from what the flags expect; 6 not enough memory;
+7 the address cannot be bound.)";
+
+enum ExitCode {
+  kExitOk = 0,
+  kExitInternal = 1,
+  kExitFlags = 2,
+  kExitArtifact = 3,
+  kExitUnsupported = 4,
+  kExitIdentity = 5,
+  kExitMemory = 6,
+  kExitBind = 7,
+};
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  switch (ReasonOf(status)) {
+    case v1::REASON_UNSPECIFIED:
+      return kExitOk;
+    case v1::REASON_CONFIGURATION_INVALID:
+    case v1::REASON_FIELD_OUT_OF_BOUNDS:
+    case v1::REASON_INSECURE_TRANSPORT:
+      return kExitFlags;
+    case v1::REASON_ARTIFACT_UNREADABLE:
+    case v1::REASON_ARTIFACT_INVALID:
+      return kExitArtifact;
+    case v1::REASON_ARCHITECTURE_UNSUPPORTED:
+    case v1::REASON_LAYER_RANGE_INVALID:
+    case v1::REASON_CPU_UNSUPPORTED:
+    case v1::REASON_FEATURE_UNSUPPORTED:
+      return kExitUnsupported;
+    case v1::REASON_RECIPE_MISMATCH:
+    case v1::REASON_ARTIFACT_MISMATCH:
+      return kExitIdentity;
+    case v1::REASON_MEMORY_BUDGET_EXCEEDED:
+      return kExitMemory;
+    default:
+      return kExitInternal;
+  }
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& flag, const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream content;
+  content << file.rdbuf();
+  if (!file.good() || content.str().empty()) {
+    return MakeError(
+        v1::REASON_CONFIGURATION_INVALID,
+        absl::StrCat("expected a readable PEM file in --", flag, ", got '", path, "'"));
+  }
+  return content.str();
+}
+
+// Fills the credentials of both directions from the TLS flags; leaves them null in plaintext.
+absl::Status LoadTls(ShardServerOptions* options) {
+  const std::string cert_path = absl::GetFlag(FLAGS_tls_cert);
+  const std::string key_path = absl::GetFlag(FLAGS_tls_key);
+  const std::string ca_path = absl::GetFlag(FLAGS_tls_ca);
+  if (cert_path.empty() && key_path.empty() && ca_path.empty()) return absl::OkStatus();
+  if (cert_path.empty() || key_path.empty() || ca_path.empty()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     "expected --tls_cert, --tls_key and --tls_ca together: both ends of a "
+                     "connection prove who they are");
+  }
+  const auto cert = ReadFile("tls_cert", cert_path);
+  if (!cert.ok()) return cert.status();
+  const auto key = ReadFile("tls_key", key_path);
+  if (!key.ok()) return key.status();
+  const auto ca = ReadFile("tls_ca", ca_path);
+  if (!ca.ok()) return ca.status();
+  grpc::SslServerCredentialsOptions server(
+      GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  server.pem_root_certs = *ca;
+  server.pem_key_cert_pairs.push_back({*key, *cert});
+  options->credentials = grpc::SslServerCredentials(server);
+  grpc::SslCredentialsOptions client;
+  client.pem_root_certs = *ca;
+  client.pem_private_key = *key;
+  client.pem_cert_chain = *cert;
+  options->transport.credentials = grpc::SslCredentials(client);
+  options->transport.tls_target_name = absl::GetFlag(FLAGS_tls_target_name);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ShardServerOptions> ServerOptionsFromFlags() {
+  ShardServerOptions options;
+  options.listen = absl::GetFlag(FLAGS_listen);
+  options.transport.keepalive_time = absl::GetFlag(FLAGS_keepalive_time);
+  options.transport.keepalive_timeout = absl::GetFlag(FLAGS_keepalive_timeout);
+  options.transport.allow_insecure = absl::GetFlag(FLAGS_insecure);
+  if (options.transport.keepalive_time < absl::Milliseconds(10) ||
+      options.transport.keepalive_timeout < absl::Milliseconds(10)) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     "expected --keepalive_time and --keepalive_timeout of at least 10ms");
+  }
+  if (absl::Status status = LoadTls(&options); !status.ok()) return status;
+  return options;
+}
+
+absl::StatusOr<WorkerOptions> WorkerOptionsFromFlags() {
+  WorkerOptions options;
+  options.version = kVersion;
+  options.dial_timeout = absl::GetFlag(FLAGS_dial_timeout);
+  options.open_timeout = absl::GetFlag(FLAGS_open_timeout);
+  options.prefill_token_budget = absl::GetFlag(FLAGS_prefill_token_budget);
+  options.expected_recipe_fingerprint = absl::GetFlag(FLAGS_recipe_fingerprint);
+  options.expected_artifact_sha256 = absl::GetFlag(FLAGS_artifact_sha256);
+  Limits limits;
+  limits.max_frame_bytes = absl::GetFlag(FLAGS_max_frame_bytes);
+  limits.max_bundle_bytes = absl::GetFlag(FLAGS_max_bundle_bytes);
+  limits.max_inflight_steps = absl::GetFlag(FLAGS_max_inflight_steps);
+  // What a step may hold is the engine's affair.
+  limits.max_step_tokens = 1 << 16;
+  const auto checked = NegotiateLimits(ToProto(limits), limits);
+  if (!checked.ok()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("limits given by flags: ", checked.status().message()));
+  }
+  options.limits = *checked;
+  return options;
+}
+
+absl::Status WritePortFile(const std::string& path, int port) {
+  // Whoever waits for the file must never read half of it.
+  const std::string part = path + ".part";
+  std::ofstream file(part);
+  file << port << "\n";
+  file.close();
+  if (!file.good() || std::rename(part.c_str(), path.c_str()) != 0) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("cannot write --port_file '", path, "'"));
+  }
+  return absl::OkStatus();
+}
+
+// SIGTERM and SIGINT as something to poll for. Before any thread is started.
+int BlockSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+  return signalfd(-1, &signals, SFD_CLOEXEC);
+}
+
+// True when `fd` has something to read before `deadline`.
+bool WaitReadable(int fd, absl::Time deadline) {
+  pollfd entry = {fd, POLLIN, 0};
+  while (true) {
+    const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now());
+    const int wait = static_cast<int>(std::clamp<int64_t>(left, 0, 1000));
+    const int ready = poll(&entry, 1, wait);
+    if (ready > 0) return true;
+    if (ready < 0 && errno != EINTR) return false;
+    if (absl::Now() >= deadline) return false;
+  }
+}
+
+class Process {
+ public:
+  Process(int signal_fd, const ShardServerOptions& server_options,
+          const WorkerOptions& worker_options)
+      : signal_fd_(signal_fd),
+        loaded_fd_(eventfd(0, EFD_CLOEXEC)),
+        dialer_(MakeGrpcDialer(server_options.transport)),
+        worker_(worker_options, dialer_.get(), &authorizer_, &logger_),
+        server_options_(server_options) {}
+
+  ExitCode Run() {
+    auto server = ShardServer::Start(server_options_, &worker_);
+    if (!server.ok()) {
+      const ExitCode code = ReasonOf(server.status()) == v1::REASON_CONFIGURATION_INVALID
+                                ? kExitBind
+                                : ExitCodeOf(server.status());
+      return Failed("listen_failed", server.status(), code);
+    }
+    server_ = *std::move(server);
+    logger_.Log(Severity::kInfo, "listening",
+                {{"address", server_->address()}, {"port", server_->port()}, {"pid", getpid()}});
+    if (const std::string path = absl::GetFlag(FLAGS_port_file); !path.empty()) {
+      const absl::Status status = WritePortFile(path, server_->port());
+      if (!status.ok()) return Failed("port_file_failed", status, kExitFlags);
+    }
+    loader_ = std::thread([this] { Load(); });
+    const bool signalled = WaitForLoad();
+    if (signalled && !load_done_) {
+      // Loading cannot be interrupted, and nothing is served yet that could be lost.
+      logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "loading"}});
+      _exit(kExitOk);
+    }
+    loader_.join();
+    if (!load_status_.ok()) {
+      return Failed("load_failed", load_status_, ExitCodeOf(load_status_));
+    }
+    if (!signalled) {
+      while (!WaitReadable(signal_fd_, absl::InfiniteFuture())) {
+      }
+      TakeSignal();
+    }
+    Drain();
+    logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}});
+    return kExitOk;
+  }
+
+ private:
+  void Load() {
+    const absl::Time begin = absl::Now();
+    auto engine = MakeEngineFromFlags();
+    load_status_ = engine.status();
+    if (engine.ok()) load_status_ = worker_.AttachEngine(*std::move(engine));
+    if (load_status_.ok()) {
+      worker_.Start();
+      logger_.Log(Severity::kInfo, "ready",
+                  {{"address", server_->address()},
+                   {"load_ms", absl::ToInt64Milliseconds(absl::Now() - begin)}});
+    } else {
+      worker_.Fail(load_status_);
+    }
+    const uint64_t one = 1;
+    if (write(loaded_fd_, &one, sizeof(one)) != sizeof(one)) std::abort();
+  }
+
+  // True when a signal came first.
+  bool WaitForLoad() {
+    pollfd entries[] = {{loaded_fd_, POLLIN, 0}, {signal_fd_, POLLIN, 0}};
+    while (poll(entries, 2, -1) < 0) {
+    }
+    load_done_ = (entries[0].revents & POLLIN) != 0;
+    const bool signalled = (entries[1].revents & POLLIN) != 0;
+    if (signalled) TakeSignal();
+    return signalled;
+  }
+
+  void TakeSignal() {
+    signalfd_siginfo info = {};
+    if (read(signal_fd_, &info, sizeof(info)) != sizeof(info)) return;
+    logger_.Log(Severity::kInfo, "signal", {{"number", info.ssi_signo}});
+  }
+
+  void Drain() {
+    const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
+    worker_.BeginDrain(deadline);
+    while (worker_.has_sessions() && absl::Now() < deadline) {
+      if (WaitReadable(signal_fd_, absl::Now() + absl::Milliseconds(20))) break;
+    }
+    worker_.Stop();
+    server_->Shutdown(absl::Seconds(1));
+  }
+
+  ExitCode Failed(absl::string_view event, const absl::Status& status, ExitCode code) {
+    logger_.Log(Severity::kError, event,
+                {{"reason", ReasonName(ReasonOf(status))},
+                 {"message", status.message()},
+                 {"exit_code", static_cast<int>(code)}});
+    return code;
+  }
+
+  const int signal_fd_;
+  const int loaded_fd_;
+  Logger logger_;
+  AllowAll authorizer_;
+  std::unique_ptr<Dialer> dialer_;
+  Worker worker_;
+  const ShardServerOptions server_options_;
+  std::unique_ptr<ShardServer> server_;
+  std::thread loader_;
+  // Written by the loader before it signals loaded_fd_.
+  absl::Status load_status_;
+  bool load_done_ = false;
+};
+
+int Main() {
+  const auto refuse = [](const absl::Status& status) {
+    Logger().Log(Severity::kError, "flags_refused",
+                 {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
+    return kExitFlags;
+  };
+  if (absl::Status status = CheckEngineFlags(); !status.ok()) return refuse(status);
+  const auto server_options = ServerOptionsFromFlags();
+  if (!server_options.ok()) return refuse(server_options.status());
+  const auto worker_options = WorkerOptionsFromFlags();
+  if (!worker_options.ok()) return refuse(worker_options.status());
+  if (absl::GetFlag(FLAGS_die_with_parent)) prctl(PR_SET_PDEATHSIG, SIGTERM);
+  const int signal_fd = BlockSignals();
+  return Process(signal_fd, *server_options, *worker_options).Run();
+}
+
+}  // namespace
+}  // namespace meshnet::worker
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(meshnet::worker::kUsage);
+  absl::FlagsUsageConfig config;
+  config.version_string = [] { return absl::StrCat("worker ", meshnet::worker::kVersion, "\n"); };
+  // --help lists the worker's flags, wherever they are defined.
+  const auto ours = [](absl::string_view file) {
+    return file.find("cc/worker/") != absl::string_view::npos;
+  };
+  config.contains_help_flags = ours;
+  config.contains_helpshort_flags = ours;
+  absl::SetFlagsUsageConfig(config);
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) {
+    std::fprintf(stderr, "expected flags only, got '%s'; see --help\n", rest[1]);
+    return meshnet::worker::kExitFlags;
+  }
+  return meshnet::worker::Main();
+}

@@ -1,0 +1,154 @@
+#include "cc/worker/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace meshnet::worker {
+
+Scheduler::Scheduler(ShardEngine* engine, Options options) : engine_(engine), options_(options) {}
+
+Scheduler::~Scheduler() { Stop(); }
+
+void Scheduler::Submit(std::shared_ptr<EngineTask> task) {
+  const bool decode = task->step().phase == Phase::kDecode;
+  absl::MutexLock lock(&mu_);
+  (decode ? decode_ : prefill_).push_back(std::move(task));
+  work_.Signal();
+}
+
+void Scheduler::Post(std::function<void(ShardEngine&)> command) {
+  absl::MutexLock lock(&mu_);
+  commands_.push_back(std::move(command));
+  work_.Signal();
+}
+
+void Scheduler::Drop(uint64_t session_ordinal) {
+  // Tasks are destroyed after the lock is gone: their destructors are not ours to judge.
+  TaskList dropped;
+  absl::MutexLock lock(&mu_);
+  for (TaskList* list : {&decode_, &prefill_}) {
+    for (size_t i = 0; i < list->size();) {
+      if ((*list)[i]->session_ordinal() != session_ordinal) {
+        ++i;
+        continue;
+      }
+      if (list == &decode_ && i < round_) --round_;
+      dropped.push_back(std::move((*list)[i]));
+      list->erase(list->begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+}
+
+uint32_t Scheduler::queued() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<uint32_t>(decode_.size() + prefill_.size());
+}
+
+bool Scheduler::HasWork() const {
+  return !commands_.empty() || !decode_.empty() || !prefill_.empty();
+}
+
+std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
+  std::vector<std::shared_ptr<EngineTask>> batch;
+  if (options_.policy == BatchPolicy::kExact) {
+    if (round_ == 0 && !(prefill_turn_ && !prefill_.empty())) round_ = decode_.size();
+    TaskList* list = round_ > 0 ? &decode_ : &prefill_;
+    if (list->empty()) return batch;
+    if (round_ > 0) --round_;
+    prefill_turn_ = list == &decode_ && round_ == 0;
+    batch.push_back(std::move(list->front()));
+    list->pop_front();
+    return batch;
+  }
+  batch.assign(std::make_move_iterator(decode_.begin()), std::make_move_iterator(decode_.end()));
+  decode_.clear();
+  size_t rows = 0;
+  while (!prefill_.empty()) {
+    rows += prefill_.front()->step().token_ids.size();
+    if (rows > options_.prefill_token_budget && rows > prefill_.front()->step().token_ids.size()) {
+      break;
+    }
+    batch.push_back(std::move(prefill_.front()));
+    prefill_.pop_front();
+  }
+  std::stable_sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) {
+    return a->session_ordinal() < b->session_ordinal();
+  });
+  return batch;
+}
+
+void Scheduler::Execute(const std::vector<std::shared_ptr<EngineTask>>& batch) {
+  std::vector<Step> steps;
+  steps.reserve(batch.size());
+  for (const auto& task : batch) steps.push_back(task->step());
+  std::vector<StepOutput> outputs;
+  const absl::Status status = engine_->Execute(steps, &outputs);
+  outputs.resize(batch.size());
+  for (size_t i = 0; i < batch.size(); ++i) {
+    if (!status.ok()) {
+      outputs[i] = StepOutput();
+      outputs[i].status = status;
+    }
+    batch[i]->Done(std::move(outputs[i]));
+  }
+}
+
+bool Scheduler::RunOnce() {
+  std::deque<std::function<void(ShardEngine&)>> commands;
+  std::vector<std::shared_ptr<EngineTask>> batch;
+  {
+    absl::MutexLock lock(&mu_);
+    commands.swap(commands_);
+    if (commands.empty()) batch = NextBatch();
+  }
+  for (auto& command : commands) command(*engine_);
+  if (!batch.empty()) Execute(batch);
+  return !commands.empty() || !batch.empty();
+}
+
+void Scheduler::Loop() {
+  while (true) {
+    {
+      absl::MutexLock lock(&mu_);
+      while (!HasWork() && !stopping_) work_.Wait(&mu_);
+      if (stopping_) return;
+    }
+    RunOnce();
+  }
+}
+
+void Scheduler::RunCommands() {
+  while (true) {
+    std::deque<std::function<void(ShardEngine&)>> commands;
+    {
+      absl::MutexLock lock(&mu_);
+      commands.swap(commands_);
+    }
+    if (commands.empty()) return;
+    for (auto& command : commands) command(*engine_);
+  }
+}
+
+void Scheduler::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void Scheduler::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+    work_.SignalAll();
+  }
+  if (thread_.joinable()) thread_.join();
+  TaskList decode;
+  TaskList prefill;
+  {
+    absl::MutexLock lock(&mu_);
+    decode.swap(decode_);
+    prefill.swap(prefill_);
+    round_ = 0;
+  }
+  RunCommands();
+}
+
+}  // namespace meshnet::worker

@@ -1,0 +1,595 @@
+#include "cc/worker/worker.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cc/common/status.h"
+#include "cc/worker/head_session.h"
+#include "cc/worker/stage_session.h"
+
+namespace meshnet::worker {
+namespace {
+
+constexpr absl::Duration kTick = absl::Milliseconds(25);
+constexpr absl::Duration kEvictionCheck = absl::Milliseconds(100);
+
+uint64_t ResidentBytes() {
+  // The second number of statm: resident pages.
+  unsigned long long size = 0;
+  unsigned long long resident = 0;
+  std::FILE* file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr) return 0;
+  const int read = std::fscanf(file, "%llu %llu", &size, &resident);
+  std::fclose(file);
+  return read == 2 ? resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) : 0;
+}
+
+uint64_t Microseconds(absl::Duration duration) {
+  return static_cast<uint64_t>(absl::ToInt64Microseconds(duration));
+}
+
+template <typename Message>
+Payload ErrorPayload(const absl::Status& status, const v1::LayerRange& range) {
+  Message message;
+  *message.mutable_error() = ToProto(status, range.begin(), range.end());
+  return ToPayload(message);
+}
+
+template <>
+Payload ErrorPayload<v1::SessionEvent>(const absl::Status& status, const v1::LayerRange& range) {
+  v1::SessionEvent event;
+  *event.mutable_error()->mutable_error() = ToProto(status, range.begin(), range.end());
+  return ToPayload(event);
+}
+
+v1::LayerRange OwnRange(const Core& core) {
+  return core.engine == nullptr ? v1::LayerRange() : ToProto(core.capability().range);
+}
+
+}  // namespace
+
+// The accepted end of a Session or Seam stream: nothing until the first message opens a session.
+class Worker::UpstreamHandler : public StreamHandler {
+ public:
+  UpstreamHandler(std::shared_ptr<Core> core, Method method, std::shared_ptr<Stream> stream,
+                  PeerInfo peer)
+      : core_(std::move(core)),
+        method_(method),
+        stream_(std::move(stream)),
+        peer_(std::move(peer)),
+        max_bytes_(core_->limits.max_frame_bytes) {}
+
+  void OnMessage(absl::string_view bytes) override {
+    if (refused_) return;
+    if (method_ == Method::kSession) {
+      OnSessionMessage(bytes);
+    } else {
+      OnSeamMessage(bytes);
+    }
+  }
+
+  void OnHalfClose() override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ != nullptr) {
+      session_->OnUpstreamHalfClosed();
+    } else if (!refused_) {
+      Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                       "expected `open` as the first message, got the end of the stream"));
+    }
+  }
+
+  void OnWritable() override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ != nullptr) session_->OnUpstreamWritable();
+  }
+
+  void OnClosed(const absl::Status&) override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ != nullptr) session_->OnUpstreamClosed();
+    session_ = nullptr;
+    head_ = nullptr;
+    stage_ = nullptr;
+    stream_ = nullptr;
+  }
+
+ private:
+  void OnSessionMessage(absl::string_view bytes) {
+    v1::SessionRequest request;
+    const absl::Status status = ParseMessage(bytes, max_bytes_, &request);
+    absl::MutexLock lock(&core_->mu);
+    if (!status.ok()) return Reject(status);
+    if (head_ != nullptr) return head_->OnRequest(request);
+    if (!request.has_open()) {
+      return Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                              "expected `open` as the first message of a session"));
+    }
+    const v1::OpenSession& open = request.open();
+    absl::StatusOr<Limits> limits = Check("Session", open, 0);
+    if (!limits.ok()) return Refuse(limits.status());
+    head_ = std::make_shared<HeadSession>(core_, open, peer_, stream_);
+    session_ = head_;
+    session_->Open(*limits);
+  }
+
+  void OnSeamMessage(absl::string_view bytes) {
+    v1::SeamMessage message;
+    absl::Status status = ParseMessage(bytes, max_bytes_, &message);
+    std::shared_ptr<FrameAssembler> assembler;
+    {
+      absl::MutexLock lock(&core_->mu);
+      if (!status.ok()) return Reject(status);
+      if (stage_ == nullptr) return OpenSeam(message);
+      stage_->CountReceived(bytes.size());
+      switch (message.body_case()) {
+        case v1::SeamMessage::kCancel:
+          return stage_->OnCancelSteps(message.cancel().through_step());
+        case v1::SeamMessage::kFrame:
+          assembler = stage_->assembler();
+          if (assembler != nullptr) break;
+          [[fallthrough]];
+        default:
+          return stage_->EndHere(MakeError(
+              v1::REASON_LIFECYCLE_VIOLATION,
+              "expected a frame or a cancellation on an open seam: `open` comes once and first, "
+              "frames after `opened`"));
+      }
+    }
+    // The expensive part, checksum and copy, without the worker's lock: this stream's calls are
+    // serial and nobody else uses the assembler.
+    absl::StatusOr<std::optional<WireStep>> step = assembler->Add(message.frame());
+    std::string digest;
+    if (step.ok() && step->has_value()) digest = StepDigest(**step);
+    absl::MutexLock lock(&core_->mu);
+    if (stage_ == nullptr) return;
+    if (!step.ok()) return stage_->EndHere(step.status());
+    if (step->has_value()) stage_->OnStep(*std::move(*step), std::move(digest));
+  }
+
+  void OpenSeam(const v1::SeamMessage& message) {
+    if (!message.has_open()) {
+      return Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                              "expected `open` as the first message of a seam"));
+    }
+    const v1::SeamOpen& open = message.open();
+    absl::StatusOr<Limits> limits = Check("Seam", open.session(), open.hop_index());
+    if (limits.ok() && open.hop_index() == 0) {
+      limits = MakeError(v1::REASON_ROUTE_INVALID,
+                         "expected a hop_index of at least 1 on a seam: hop 0 is opened by a "
+                         "client with Session");
+    }
+    if (!limits.ok()) return Refuse(limits.status());
+    max_bytes_ = limits->max_frame_bytes;
+    stage_ = std::make_shared<StageSession>(core_, open, peer_, stream_);
+    session_ = stage_;
+    session_->Open(*limits);
+  }
+
+  absl::StatusOr<Limits> Check(absl::string_view action, const v1::OpenSession& open,
+                               uint32_t hop_index) const {
+    if (absl::Status status = core_->CheckAdmission(); !status.ok()) return status;
+    const absl::Status status =
+        CheckRoute({open.schema_version(), &open, hop_index}, core_->capability());
+    if (!status.ok()) return status;
+    const SessionKey key = {open.route().route_session_id(), open.route().route_epoch()};
+    if (absl::Status denied = core_->authorizer->Authorize(action, peer_, key); !denied.ok()) {
+      return denied;
+    }
+    return NegotiateLimits(open.limits(), core_->limits);
+  }
+
+  // A message that cannot be read: ends the session, or the stream when there is none yet.
+  void Reject(const absl::Status& status) {
+    if (session_ != nullptr) {
+      session_->EndHere(status);
+    } else {
+      Refuse(status);
+    }
+  }
+
+  void Refuse(const absl::Status& status) {
+    refused_ = true;
+    core_->CountRefusal(status);
+    core_->logger->Log(Severity::kWarning, "refused",
+                       {{"method", MethodName(method_)},
+                        {"peer", peer_.address},
+                        {"reason", ReasonName(ReasonOf(status))},
+                        {"message", status.message()}});
+    if (stream_ == nullptr) return;
+    const v1::LayerRange range = OwnRange(*core_);
+    stream_->Send(method_ == Method::kSession ? ErrorPayload<v1::SessionEvent>(status, range)
+                                              : ErrorPayload<v1::SeamMessage>(status, range));
+    stream_->Close(status);
+  }
+
+  const std::shared_ptr<Core> core_;
+  const Method method_;
+  std::shared_ptr<Stream> stream_;
+  const PeerInfo peer_;
+  // Touched by the stream's serial calls only.
+  uint64_t max_bytes_;
+  bool refused_ = false;
+  std::shared_ptr<Session> session_;
+  std::shared_ptr<HeadSession> head_;
+  std::shared_ptr<StageSession> stage_;
+};
+
+// The tail's end of a Return stream.
+class Worker::ReturnAcceptHandler : public StreamHandler {
+ public:
+  ReturnAcceptHandler(std::shared_ptr<Core> core, std::shared_ptr<Stream> stream, PeerInfo peer)
+      : core_(std::move(core)), stream_(std::move(stream)), peer_(std::move(peer)) {}
+
+  void OnMessage(absl::string_view bytes) override {
+    v1::ReturnRequest request;
+    absl::Status status = ParseMessage(bytes, core_->options.limits.max_frame_bytes, &request);
+    absl::MutexLock lock(&core_->mu);
+    if (refused_) return;
+    if (session_ != nullptr) {
+      // The stream carries results from here on; whoever sends more has lost the thread.
+      session_->EndHere(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                                  "expected nothing after `attach` on a return stream"));
+      return;
+    }
+    if (status.ok()) status = Attach(request);
+    if (!status.ok()) Refuse(status);
+  }
+
+  void OnHalfClose() override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ == nullptr && !refused_) {
+      Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                       "expected `attach` on a return stream, got its end"));
+    }
+  }
+
+  void OnWritable() override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ != nullptr) session_->OnReturnWritable();
+  }
+
+  void OnClosed(const absl::Status&) override {
+    absl::MutexLock lock(&core_->mu);
+    if (session_ != nullptr) session_->OnReturnClosed();
+    session_ = nullptr;
+    stream_ = nullptr;
+  }
+
+ private:
+  absl::Status Attach(const v1::ReturnRequest& request) {
+    if (!request.has_attach()) {
+      return MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                       "expected `attach` as the first message of a return stream");
+    }
+    const v1::ReturnAttach& attach = request.attach();
+    if (attach.schema_version() != kSchemaVersion) {
+      return MakeError(v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
+                       absl::StrCat("expected schema_version ", kSchemaVersion, ", got ",
+                                    attach.schema_version()));
+    }
+    const SessionKey key = {attach.route_session_id(), attach.route_epoch()};
+    if (absl::Status status = core_->authorizer->Authorize("Return", peer_, key); !status.ok()) {
+      return status;
+    }
+    const std::shared_ptr<Session> found = core_->Find(key);
+    if (found == nullptr) {
+      for (const auto& session : core_->sessions) {
+        if (session->key().route_session_id == key.route_session_id &&
+            session->key().route_epoch > key.route_epoch) {
+          return MakeError(v1::REASON_STALE_EPOCH,
+                           absl::StrCat("expected epoch ", session->key().route_epoch, ", got ",
+                                        key.route_epoch));
+        }
+      }
+      return MakeError(v1::REASON_SESSION_UNKNOWN,
+                       "expected the key of a session whose seam is open at this worker");
+    }
+    auto stage = std::dynamic_pointer_cast<StageSession>(found);
+    if (stage == nullptr || !stage->accepts_return()) {
+      return MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                       "expected one return stream per session, attached at its last stage");
+    }
+    session_ = std::move(stage);
+    session_->AttachReturn(stream_);
+    return absl::OkStatus();
+  }
+
+  void Refuse(const absl::Status& status) {
+    refused_ = true;
+    core_->CountRefusal(status);
+    if (stream_ == nullptr) return;
+    stream_->Send(ErrorPayload<v1::ReturnEvent>(status, OwnRange(*core_)));
+    stream_->Close(status);
+  }
+
+  const std::shared_ptr<Core> core_;
+  std::shared_ptr<Stream> stream_;
+  const PeerInfo peer_;
+  bool refused_ = false;
+  std::shared_ptr<StageSession> session_;
+};
+
+// ---- Worker ----
+
+Worker::Worker(WorkerOptions options, Dialer* dialer, Authorizer* authorizer, const Logger* logger)
+    : core_(std::make_shared<Core>()) {
+  core_->limits = options.limits;
+  core_->options = std::move(options);
+  core_->dialer = dialer;
+  core_->authorizer = authorizer;
+  core_->logger = logger;
+}
+
+Worker::~Worker() { Stop(); }
+
+void Worker::SetStateListener(std::function<void(v1::WorkerState)> listener) {
+  absl::MutexLock lock(&core_->mu);
+  listener_ = std::move(listener);
+  if (listener_ != nullptr) listener_(core_->state);
+}
+
+void Worker::SetState(v1::WorkerState state) {
+  core_->state = state;
+  core_->logger->Log(state == v1::WORKER_STATE_FAILED ? Severity::kError : Severity::kInfo, "state",
+                     {{"state", v1::WorkerState_Name(state)}});
+  if (listener_ != nullptr) listener_(state);
+}
+
+void Worker::Fail(const absl::Status& status) {
+  absl::MutexLock lock(&core_->mu);
+  core_->state_reason = status;
+  SetState(v1::WORKER_STATE_FAILED);
+}
+
+absl::Status Worker::AttachEngine(std::unique_ptr<ShardEngine> engine) {
+  const Capability& capability = engine->capability();
+  const WorkerOptions& options = core_->options;
+  absl::Status status;
+  if (!options.expected_recipe_fingerprint.empty() &&
+      options.expected_recipe_fingerprint != capability.recipe_fingerprint) {
+    status = MakeError(v1::REASON_RECIPE_MISMATCH,
+                       absl::StrCat("expected recipe ", options.expected_recipe_fingerprint,
+                                    ", loaded ", capability.recipe_fingerprint));
+  }
+  if (!options.expected_artifact_sha256.empty() &&
+      options.expected_artifact_sha256 != capability.artifact_sha256) {
+    status = MakeError(v1::REASON_ARTIFACT_MISMATCH,
+                       absl::StrCat("expected artifact ", options.expected_artifact_sha256,
+                                    ", loaded ", capability.artifact_sha256));
+  }
+  ShardEngine* const loaded = engine.get();
+  if (status.ok()) {
+    absl::MutexLock lock(&core_->mu);
+    core_->limits.max_step_tokens =
+        std::min(core_->limits.max_step_tokens, capability.max_step_tokens);
+    core_->engine = std::move(engine);
+    Scheduler::Options scheduler;
+    scheduler.policy = capability.batch_policy;
+    scheduler.prefill_token_budget = options.prefill_token_budget > 0 ? options.prefill_token_budget
+                                                                      : capability.max_step_tokens;
+    core_->scheduler = std::make_unique<Scheduler>(loaded, scheduler);
+    SetState(v1::WORKER_STATE_WARMING_UP);
+  }
+  if (status.ok()) status = loaded->WarmUp();
+  if (!status.ok()) {
+    Fail(status);
+    return status;
+  }
+  absl::MutexLock lock(&core_->mu);
+  // A shutdown may have come first.
+  if (core_->state == v1::WORKER_STATE_WARMING_UP) SetState(v1::WORKER_STATE_READY);
+  return absl::OkStatus();
+}
+
+void Worker::Start() {
+  core_->scheduler->Start();
+  timer_ = std::thread([this] { TimerLoop(); });
+}
+
+bool Worker::RunEngineOnce() { return core_->scheduler->RunOnce(); }
+
+void Worker::TimerLoop() {
+  while (true) {
+    {
+      absl::MutexLock lock(&core_->mu);
+      if (!stopping_) timer_stop_.WaitWithTimeout(&core_->mu, kTick);
+      if (stopping_) return;
+    }
+    Tick();
+  }
+}
+
+void Worker::Tick() {
+  absl::MutexLock lock(&core_->mu);
+  const absl::Time now = core_->options.now();
+  if (core_->engine == nullptr) return;
+  // Ends change the set.
+  const std::vector<std::shared_ptr<Session>> sessions(core_->sessions.begin(),
+                                                       core_->sessions.end());
+  for (const auto& session : sessions) session->OnTick(now);
+  if (now >= drain_deadline_) {
+    for (const auto& session : sessions) {
+      if (!session->ended()) session->OnDrain(/*expired=*/true);
+    }
+  }
+  if (core_->state == v1::WORKER_STATE_READY || core_->state == v1::WORKER_STATE_DRAINING) {
+    const absl::Status health = core_->engine->health();
+    if (!health.ok()) {
+      core_->state_reason = health;
+      SetState(v1::WORKER_STATE_FAILED);
+      for (const auto& session : sessions) {
+        if (!session->ended()) session->EndHere(health);
+      }
+    }
+  }
+  if (sessions.empty() || now < next_eviction_check_) return;
+  next_eviction_check_ = now + kEvictionCheck;
+  core_->scheduler->Post([core = core_](ShardEngine& engine) {
+    const std::vector<SessionKey> evicted = engine.EvictIdle();
+    absl::MutexLock command_lock(&core->mu);
+    core->EndEvicted(evicted, nullptr);
+  });
+}
+
+void Worker::BeginDrain(absl::Time deadline) {
+  absl::MutexLock lock(&core_->mu);
+  if (core_->state != v1::WORKER_STATE_FAILED) SetState(v1::WORKER_STATE_DRAINING);
+  drain_deadline_ = std::min(drain_deadline_, deadline);
+  const std::vector<std::shared_ptr<Session>> sessions(core_->sessions.begin(),
+                                                       core_->sessions.end());
+  for (const auto& session : sessions) session->OnDrain(/*expired=*/false);
+}
+
+bool Worker::has_sessions() const {
+  absl::MutexLock lock(&core_->mu);
+  return !core_->sessions.empty();
+}
+
+void Worker::Stop() {
+  {
+    absl::MutexLock lock(&core_->mu);
+    if (stopping_) return;
+    stopping_ = true;
+    timer_stop_.SignalAll();
+    if (core_->state != v1::WORKER_STATE_FAILED) SetState(v1::WORKER_STATE_DRAINING);
+    const std::vector<std::shared_ptr<Session>> sessions(core_->sessions.begin(),
+                                                         core_->sessions.end());
+    for (const auto& session : sessions) session->OnDrain(/*expired=*/true);
+  }
+  if (timer_.joinable()) timer_.join();
+  if (core_->scheduler != nullptr) core_->scheduler->Stop();
+}
+
+std::shared_ptr<StreamHandler> Worker::Accept(Method method, std::shared_ptr<Stream> stream,
+                                              const PeerInfo& peer) {
+  if (method == Method::kReturn) {
+    return std::make_shared<ReturnAcceptHandler>(core_, std::move(stream), peer);
+  }
+  return std::make_shared<UpstreamHandler>(core_, method, std::move(stream), peer);
+}
+
+absl::StatusOr<v1::Capability> Worker::GetCapability(
+    const v1::GetCapabilityRequest& request) const {
+  const auto& versions = request.schema_versions();
+  if (std::find(versions.begin(), versions.end(), kSchemaVersion) == versions.end()) {
+    return MakeError(v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
+                     absl::StrCat("expected schema_versions to hold ", kSchemaVersion,
+                                  ", the one that this worker speaks"));
+  }
+  absl::MutexLock lock(&core_->mu);
+  v1::Capability capability;
+  if (core_->engine != nullptr) {
+    capability = ToProto(core_->capability());
+    capability.set_prefill_chunk_tokens(core_->limits.max_step_tokens);
+  }
+  capability.set_schema_version(kSchemaVersion);
+  *capability.mutable_limits() = ToProto(core_->limits);
+  capability.set_worker_version(core_->options.version);
+  return capability;
+}
+
+v1::Health Worker::GetHealth() const {
+  absl::MutexLock lock(&core_->mu);
+  v1::Health health;
+  health.set_state(core_->state);
+  const absl::Status reason = core_->CheckAdmission();
+  if (core_->state != v1::WORKER_STATE_READY) {
+    const v1::LayerRange range = OwnRange(*core_);
+    *health.mutable_error() = ToProto(reason, range.begin(), range.end());
+  }
+  return health;
+}
+
+v1::Metrics Worker::GetMetrics() const {
+  absl::MutexLock lock(&core_->mu);
+  v1::Metrics metrics;
+  metrics.set_resident_bytes(ResidentBytes());
+  if (core_->engine != nullptr) {
+    const EngineMetrics engine = core_->engine->metrics();
+    metrics.set_owned_tensor_bytes(core_->capability().owned_tensor_bytes);
+    metrics.set_kv_bytes(engine.kv_bytes);
+    metrics.set_kv_budget_bytes(engine.kv_budget_bytes);
+    // Gone from both: the protocol's and the engine's books.
+    metrics.set_open_sessions(
+        std::max(engine.open_sessions, static_cast<uint32_t>(core_->sessions.size())));
+    metrics.set_prefill_tokens(engine.prefill_tokens);
+    metrics.set_decode_tokens(engine.decode_tokens);
+    metrics.set_prefill_engine_us(Microseconds(engine.prefill_time));
+    metrics.set_decode_engine_us(Microseconds(engine.decode_time));
+    metrics.set_engine_calls(engine.engine_calls);
+    metrics.set_queued_steps(core_->scheduler->queued());
+  }
+  for (const auto& session : core_->sessions) {
+    metrics.set_queued_steps(metrics.queued_steps() + session->queued_steps());
+    metrics.set_queued_bytes(metrics.queued_bytes() + session->queued_bytes());
+  }
+  const Counters& counters = core_->counters;
+  metrics.set_seam_bytes_received(counters.seam_bytes_received);
+  metrics.set_seam_bytes_sent(counters.seam_bytes_sent);
+  metrics.set_return_bytes_sent(counters.return_bytes_sent);
+  metrics.set_sessions_opened(counters.sessions_opened);
+  metrics.set_sessions_completed(counters.sessions_completed);
+  metrics.set_sessions_cancelled(counters.sessions_cancelled);
+  metrics.set_sessions_failed(counters.sessions_failed);
+  metrics.set_sessions_evicted(counters.sessions_evicted);
+  metrics.mutable_refusals()->insert(counters.refusals.begin(), counters.refusals.end());
+  return metrics;
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Session>>> Worker::FindForKey(absl::string_view action,
+                                                                         const std::string& id,
+                                                                         uint64_t epoch,
+                                                                         const PeerInfo& peer) {
+  if (id.size() != 16 || epoch == 0) {
+    return MakeError(v1::REASON_FIELD_OUT_OF_BOUNDS,
+                     absl::StrCat("expected a route_session_id of 16 bytes and a route_epoch >= 1, "
+                                  "got ",
+                                  id.size(), " bytes and epoch ", epoch));
+  }
+  if (absl::Status status = core_->authorizer->Authorize(action, peer, {id, epoch}); !status.ok()) {
+    return status;
+  }
+  std::vector<std::shared_ptr<Session>> found;
+  for (const auto& session : core_->sessions) {
+    const SessionKey& key = session->key();
+    if (key.route_session_id == id && key.route_epoch <= epoch) found.push_back(session);
+  }
+  return found;
+}
+
+absl::StatusOr<v1::CancelSessionResponse> Worker::CancelSession(
+    const v1::CancelSessionRequest& request, const PeerInfo& peer) {
+  absl::MutexLock lock(&core_->mu);
+  const auto sessions =
+      FindForKey("CancelSession", request.route_session_id(), request.route_epoch(), peer);
+  if (!sessions.ok()) return sessions.status();
+  for (const auto& session : *sessions) {
+    session->EndHere(MakeError(v1::REASON_CANCELLED, "the session was cancelled by key"));
+  }
+  v1::CancelSessionResponse response;
+  response.set_found(!sessions->empty());
+  return response;
+}
+
+absl::StatusOr<v1::ReleaseSessionResponse> Worker::ReleaseSession(
+    const v1::ReleaseSessionRequest& request, const PeerInfo& peer) {
+  absl::MutexLock lock(&core_->mu);
+  const auto sessions =
+      FindForKey("ReleaseSession", request.route_session_id(), request.route_epoch(), peer);
+  if (!sessions.ok()) return sessions.status();
+  for (const auto& session : *sessions) session->ReleaseByKey();
+  v1::ReleaseSessionResponse response;
+  response.set_found(!sessions->empty());
+  return response;
+}
+
+const Tokenizer* Worker::tokenizer() const {
+  absl::MutexLock lock(&core_->mu);
+  return core_->engine == nullptr ? nullptr : &core_->engine->tokenizer();
+}
+
+}  // namespace meshnet::worker
