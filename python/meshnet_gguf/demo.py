@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -303,7 +304,9 @@ def main(argv: Sequence[str]) -> int:
         if _MODEL.value is None:
             model = fetch_model("smollm2")
         else:
-            model = pathlib.Path(_MODEL.value).expanduser().absolute()
+            # `bazel run` starts programs elsewhere and says where it was called.
+            called_in = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""))
+            model = (called_in / pathlib.Path(_MODEL.value).expanduser()).absolute()
         result = asyncio.run(_run(model, (lambda _: None) if _JSON.value else _show_on_stdout))
     except MeshnetError as error:
         sys.stderr.write(f"\ndemo: {error}\n")

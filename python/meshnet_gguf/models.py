@@ -82,6 +82,17 @@ def _is_under_home(path: pathlib.Path) -> bool:
     return any(p.is_relative_to(h) for p in (resolved, lexical) for h in homes)
 
 
+def _user_id() -> int:
+    # In a user namespace (the build root makes one) everybody is 0; the machine's own number keeps
+    # users apart. Lines of the map: first number inside, first number outside, how many.
+    with contextlib.suppress(OSError, ValueError):
+        for line in pathlib.Path("/proc/self/uid_map").read_text("ascii").splitlines():
+            inside, outside, count = map(int, line.split())
+            if inside <= os.getuid() < inside + count:
+                return outside + os.getuid() - inside
+    return os.getuid()
+
+
 def storage_root(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """The storage folder, made if it is missing: `root`, $MESHNET_STORAGE or the default.
 
@@ -89,7 +100,7 @@ def storage_root(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
     through links), and for a default folder that somebody else owns or may write to.
     """
     chosen = root if root is not None else os.environ.get(_STORAGE_VARIABLE)
-    path = pathlib.Path(chosen or f"/var/tmp/meshnet-{os.getuid()}")  # noqa: S108 (checked below)
+    path = pathlib.Path(chosen or f"/var/tmp/meshnet-{_user_id()}")  # noqa: S108 (checked below)
     if not path.is_absolute():
         raise _configuration_error(
             f"expected an absolute path as storage, got {path}; set {_STORAGE_VARIABLE} to one"
