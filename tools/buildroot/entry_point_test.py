@@ -162,6 +162,12 @@ def test_runs_bazel_in_the_root_and_passes_everything_through(machine: Machine) 
     assert lines[1:] == [f"folder: {machine.tree}", "input: hello"]
 
 
+def test_bazelisk_goes_the_same_way(machine: Machine) -> None:
+    result = machine.run("version", BAZEL_REAL="/usr/bin/false")
+    assert result.returncode == 7
+    assert result.stdout.splitlines()[0].endswith("version")
+
+
 def test_second_call_reuses_the_root(machine: Machine) -> None:
     first = machine.run("version")
     assert "making the build root" in first.stderr
