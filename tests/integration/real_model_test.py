@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import pytest
 from meshnet_gguf.client import (
     ChatMessage,
+    FinishReason,
     GenerationResult,
     LayerRange,
     Route,
@@ -31,7 +32,13 @@ LAYERS = 30
 END = 240.0
 MIB = 1024 * 1024
 # Prefill in several steps, so that a chain overlaps them and the last one is shorter.
-FLAGS = ("--prefill_chunk_tokens=64", "--context_tokens=1024", "--max_sessions=8")
+# One thread a worker: five of them share whatever cores a test machine has.
+FLAGS = (
+    "--prefill_chunk_tokens=64",
+    "--context_tokens=1024",
+    "--max_sessions=8",
+    "--threads=1",
+)
 SENTENCE = (
     "The quick brown fox jumps over the lazy dog, and then it thinks about what it has done. "
 )
@@ -176,19 +183,21 @@ async def test_shared_batches_serve_everybody(model: pathlib.Path) -> None:
 
 
 async def test_a_turn_goes_on_from_what_is_held(model: pathlib.Path) -> None:
-    question = ChatMessage("user", "What is the capital of France?")
+    question = ChatMessage("user", "Hello")
     async with cluster_of(specs(model, (15,))) as cluster:
         async with cluster.route.session() as session:
             first = await (await session.chat([question], max_tokens=32)).result()
-            assert "Paris" in first.text
+            # So this really is the model, and its template: it greets back and ends by itself.
+            assert first.text.startswith("Hello")
+            assert first.finished.reason is FinishReason.STOP
             turns = [
                 question,
                 ChatMessage("assistant", first.text),
-                ChatMessage("user", "And of Italy?"),
+                ChatMessage("user", "Who are you?"),
             ]
             second = await (await session.chat(turns, max_tokens=32)).result()
         sent = second.finished.prompt_tokens
-        assert "Rome" in second.text or len(second.token_ids) > 1
+        assert len(second.token_ids) > 1
         async with cluster.route.session() as session:
             fresh = await (await session.chat(turns, max_tokens=1)).result()
         assert sent < fresh.finished.prompt_tokens
@@ -279,9 +288,9 @@ async def test_the_demo_for_scripts(model: pathlib.Path) -> None:
 
 
 async def test_the_demo_for_people(model: pathlib.Path) -> None:
-    code, stdout, stderr = await demo(f"--model={model}", "--max_tokens=24")
+    code, stdout, stderr = await demo(f"--model={model}", "--max_tokens=24", "--prompt=Hello")
     assert code == 0, stderr
-    assert "Paris" in stdout
+    assert stdout.startswith("Hello")
     assert "parity: identical (" in stdout
     assert "[15, 30)" in stdout
 
