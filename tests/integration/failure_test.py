@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -125,6 +126,21 @@ async def kill(fake: FakeCluster, index: int) -> Clock:
     clock = Clock()
     await fake.cluster.workers[index].kill()
     return clock
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+async def test_a_stage_that_hangs_is_as_good_as_dead(
+    stopped: int, expected: tuple[int, ...]
+) -> None:
+    async with asyncio.timeout(END), fake_cluster(CUTS, *SLOW) as fake:
+        with pytest.raises(MeshnetError) as caught:
+            async with fake.route.session() as session:
+                async for event in session.generate(PROMPT, max_tokens=90000):
+                    if isinstance(event, Token) and event.position == len(PROMPT) + 3:
+                        fake.cluster.workers[stopped].send(signal.SIGSTOP)
+        assert caught.value.reason == errors_pb2.REASON_PEER_LOST
+        await fake.cluster.workers[stopped].kill()
+        await recovers(fake, stopped, expected)
 
 
 async def test_a_stage_that_dies_while_a_route_is_opened(expected: tuple[int, ...]) -> None:

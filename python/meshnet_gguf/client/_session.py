@@ -42,7 +42,9 @@ _QUEUED_EVENTS = 256
 
 
 class Session:
-    """One conversation on a route, made by Route.session(). One generation at a time.
+    """One conversation on a route, made by Route.session().
+
+    One generation at a time: starting one cancels what is left of the one before.
 
         async with route.session() as session:
             async for event in session.generate(token_ids, max_tokens=32):
@@ -72,6 +74,7 @@ class Session:
         self._failure: MeshnetError | None = None
         self._running: Generation | None = None
         self._last_generation = 0
+        self._closed = False
         self._history: list[int] = []
         self._cached = 0
 
@@ -126,7 +129,7 @@ class Session:
         seconds. Closing again gives the same receipts.
         """
         call = self._opened_call()
-        if self.receipts:
+        if self._closed:
             return self.receipts
         try:
             async with asyncio.timeout(within):
@@ -137,6 +140,7 @@ class Session:
                 while True:
                     event = await self._next()
                     if event.HasField("closed"):
+                        self._closed = True
                         self.receipts = tuple(
                             StageReceipt.from_proto(item) for item in event.closed.receipts
                         )
