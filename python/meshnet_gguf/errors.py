@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["MeshnetError", "from_rpc_error", "options_of", "reason_name"]
+__all__ = ["MeshnetError", "from_rpc_error", "options_of", "reason_in_details", "reason_name"]
 
 _DOMAIN = "meshnet"
 _ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
@@ -123,17 +123,25 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshnetError:
     Without meshnet's details it is PEER_LOST, CANCELLED, DEADLINE_EXCEEDED or ENGINE_FAILURE, with
     gRPC's own text kept.
     """
+    found = reason_in_details(error)
+    if found is not None:
+        return found
     text = error.details() or ""
+    code = error.code()
+    reason = _REASONS_OF_CODES.get(code, errors_pb2.REASON_ENGINE_FAILURE)
+    return MeshnetError(reason, f"{text} (gRPC status {code.name})")
+
+
+def reason_in_details(error: grpc.aio.AioRpcError) -> MeshnetError | None:
+    """What the other side itself gave as the reason; None when gRPC's status is all there is."""
     # grpc-stubs take the metadata for a single pair.
     trailing = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in trailing:
         if key == _DETAILS_KEY and isinstance(value, bytes):
-            found = _from_details(value, text)
+            found = _from_details(value, error.details() or "")
             if found is not None:
                 return found
-    code = error.code()
-    reason = _REASONS_OF_CODES.get(code, errors_pb2.REASON_ENGINE_FAILURE)
-    return MeshnetError(reason, f"{text} (gRPC status {code.name})")
+    return None
 
 
 def _from_details(encoded: bytes, text: str) -> MeshnetError | None:

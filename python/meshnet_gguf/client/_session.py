@@ -28,7 +28,7 @@ from meshnet_gguf.client._values import (
     Token,
 )
 from meshnet_gguf.client._worker import WorkerClient
-from meshnet_gguf.errors import MeshnetError, from_rpc_error
+from meshnet_gguf.errors import MeshnetError, from_rpc_error, reason_in_details
 from meshnet_gguf.text import Utf8Stream
 from proto.meshnet.shard.v1 import errors_pb2, shard_pb2
 
@@ -244,6 +244,9 @@ class Session:
             )
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
+            if reason_in_details(error) is None and error.code() is grpc.StatusCode.INTERNAL:
+                # gRPC's own: what a write into a connection that has just broken makes of the call.
+                failure = MeshnetError(errors_pb2.REASON_PEER_LOST, failure.message)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
