@@ -48,11 +48,12 @@ from meshnet_gguf.models import fetch_model
 __all__ = ["DemoResult", "StageResult", "main", "run_demo"]
 
 _MIB = 1024 * 1024
+_TEMPLATE_TOKENS = 512
 # Logits of that many sampled rows are compared on top of all token ids.
 _LOGIT_ROWS = 32
 
 _STAGES = flags.DEFINE_integer("stages", 2, "Worker processes in the chain.", lower_bound=1)
-_PROMPT = flags.DEFINE_string("prompt", "What is the capital of France?", "The question.")
+_PROMPT = flags.DEFINE_string("prompt", "What is gravity?", "The question.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer, in tokens.", lower_bound=1)
 _MODEL = flags.DEFINE_string("model", None, "A GGUF file to use instead of the fetched SmolLM2.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
@@ -111,14 +112,20 @@ async def run_demo(
 
     Raises MeshnetError.
     """
+    # A token is at least a byte; the rest is room for what the chat template adds.
+    context = max_tokens + len(prompt.encode()) + _TEMPLATE_TOKENS
+    # Equal on all workers, as part of the recipe. One session at a time needs one slot's memory.
+    flags = ("--max_sessions=1", f"--context_tokens={context}")
     async with contextlib.AsyncExitStack() as stack:
         with progress.working("starting the whole model, for comparison"):
-            whole_cluster = await stack.enter_async_context(LocalCluster([WorkerSpec(model=model)]))
+            whole_cluster = await stack.enter_async_context(
+                LocalCluster([WorkerSpec(model=model, flags=flags)])
+            )
             whole = await stack.enter_async_context(await open_route(whole_cluster.endpoints))
         ranges = split_layers(whole.capabilities[0].model_layers, stages)
         with progress.working(f"starting {stages} workers"):
             cluster = await stack.enter_async_context(
-                LocalCluster([WorkerSpec(layers=layers, model=model) for layers in ranges])
+                LocalCluster([WorkerSpec(layers, model, flags) for layers in ranges])
             )
             chain = await stack.enter_async_context(await open_route(cluster.endpoints))
         token_ids = await chat_token_ids(chain.head, [ChatMessage("user", prompt)])
@@ -237,29 +244,32 @@ def _stages(
 
 def print_table(result: DemoResult, console: rich.console.Console) -> None:
     """The table for people, and the verdict."""
-    table = rich.table.Table(box=rich.box.SIMPLE, pad_edge=False)
-    table.add_column("stage")
-    table.add_column("range")
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("stage", no_wrap=True)
+    table.add_column("range", no_wrap=True)
     for title in ("tensors owned", "resident", "tokens/s", "seam bytes", "first token"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for stage in result.stages:
+        per_token = f"{stage.seam_bytes_sent_per_token:.0f}/token"
         table.add_row(
             str(stage.stage),
             f"[{stage.layers[0]}, {stage.layers[1]})",
-            f"{stage.owned_tensors} ({stage.owned_bytes / _MIB:.1f} MiB)",
+            f"{stage.owned_tensors}, {stage.owned_bytes / _MIB:.1f} MiB",
             f"{stage.resident_bytes / _MIB:.0f} MiB",
             f"{stage.decode_tokens_per_s:.1f}",
-            f"{stage.seam_bytes_sent} ({stage.seam_bytes_sent_per_token:.0f}/token)",
+            per_token if stage is not result.stages[-1] else "",
             "",
         )
+    tensors = sum(stage.owned_tensors for stage in result.stages)
+    owned = sum(stage.owned_bytes for stage in result.stages)
     table.add_section()
     table.add_row(
         "chain",
         f"[{result.stages[0].layers[0]}, {result.stages[-1].layers[1]})",
-        str(sum(stage.owned_tensors for stage in result.stages)),
+        f"{tensors}, {owned / _MIB:.1f} MiB",
         f"{sum(stage.resident_bytes for stage in result.stages) / _MIB:.0f} MiB",
         f"{result.decode_tokens_per_s:.1f}",
-        str(sum(stage.seam_bytes_sent for stage in result.stages)),
+        f"{sum(stage.seam_bytes_sent for stage in result.stages)}",
         f"{result.ttft_ms:.0f} ms",
     )
     console.print(table)

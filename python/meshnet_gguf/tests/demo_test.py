@@ -71,15 +71,18 @@ def test_logits_that_cannot_be_compared_are_infinitely_apart(
 
 def test_the_table_names_every_stage_and_the_verdict() -> None:
     output = io.StringIO()
-    print_table(RESULT, rich.console.Console(file=output, width=100))
+    print_table(RESULT, rich.console.Console(file=output, width=80))
     text = output.getvalue()
     for part in (
         "[0, 15)",
         "[15, 30)",
-        "136 (64.0 MiB)",
+        "136, 64.0 MiB",
         "100 MiB",
         "123.4",
-        "24000 (2400/token)",
+        "2400/token",
+        " 24000 ",
+        "272, 128.0 MiB",
+        "200 MiB",
         "61.2",
         "88 ms",
         "parity: identical (2 tokens; logits of 2 rows, largest difference 0)",
