@@ -25,7 +25,7 @@
 #include "ggml-backend.h"
 #include "llama-ext.h"
 #include "llama.h"
-#include "third_party/llama_cpp/build_info.h"
+#include "llama_cpp_identity.h"
 #include "third_party/llama_cpp/cpu_backend.h"
 
 namespace meshnet {
@@ -710,8 +710,8 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
        options.flash_attention ? absl::StrCat(options.threads) : std::string("any")},
       {"kv_layout", exact ? "slot" : "pool"},
       {"kv_type", kv_type},
-      {"llama_cpp_commit", std::string(kLlamaCppCommit)},
-      {"llama_cpp_patches_sha256", std::string(kLlamaCppPatchesSha256)},
+      {"llama_cpp_commit", llama_cpp::kCommit},
+      {"llama_cpp_patches_sha256", llama_cpp::kPatchStackSha256},
       // A prompt is cut into chunks of this size, and a chunk's size chooses kernels.
       {"prefill_chunk", absl::StrCat(options.max_step_tokens)},
       {"quantization", llama_ftype_name(llama_model_ftype(model))},
@@ -788,8 +788,13 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   absl::Status status = CheckOptions(options);
   if (!status.ok()) return status;
   SetLlamaLogSink(options.log);
-  const absl::StatusOr<std::string> variant = SelectCpuBackend(options.cpu_variant);
-  if (!variant.ok()) return variant.status();
+  const absl::StatusOr<std::string> variant = llama_cpp::RegisterCpuBackend(options.cpu_variant);
+  if (!variant.ok()) {
+    return MakeError(absl::IsFailedPrecondition(variant.status())
+                         ? v1::REASON_CPU_UNSUPPORTED
+                         : v1::REASON_CONFIGURATION_INVALID,
+                     variant.status().message());
+  }
 
   const absl::StatusOr<ArtifactHeader> header = ReadArtifactHeader(options.model_path);
   if (!header.ok()) return header.status();
