@@ -23,6 +23,7 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
 #include "cc/common/status.h"
+#include "cc/shard_engine/engine_chain.h"
 #include "cc/shard_engine/sampler.h"
 #include "cc/shard_engine/shard_engine.h"
 #include "gmock/gmock.h"
@@ -58,12 +59,8 @@ inline std::string NameOf(const testing::TestParamInfo<EngineUnderTest>& info) {
   return info.param.name;
 }
 
-inline SessionKey Key(char id, uint64_t epoch = 1) { return {std::string(16, id), epoch}; }
-
 class EngineContractTest : public testing::TestWithParam<EngineUnderTest> {
  protected:
-  using Engines = std::vector<std::unique_ptr<ShardEngine>>;
-
   uint32_t layers() const { return GetParam().model_layers; }
 
   std::unique_ptr<ShardEngine> Make(const ContractConfig& config = {}) const {
@@ -78,8 +75,8 @@ class EngineContractTest : public testing::TestWithParam<EngineUnderTest> {
     return Make(config);
   }
 
-  Engines MakeChain(const std::vector<uint32_t>& cuts, ContractConfig config = {}) const {
-    Engines chain;
+  EngineChain MakeChain(const std::vector<uint32_t>& cuts, ContractConfig config = {}) const {
+    EngineChain chain;
     uint32_t begin = 0;
     for (size_t i = 0; i <= cuts.size(); ++i) {
       const uint32_t end = i < cuts.size() ? cuts[i] : layers();
@@ -90,15 +87,8 @@ class EngineContractTest : public testing::TestWithParam<EngineUnderTest> {
     return chain;
   }
 
-  // `n` token ids that follow from `seed`.
   static std::vector<int32_t> Tokens(const ShardEngine& engine, size_t n, uint32_t seed) {
-    const uint32_t vocabulary = engine.capability().vocabulary_size;
-    std::vector<int32_t> tokens(n);
-    for (size_t i = 0; i < n; ++i) {
-      seed = seed * 1664525u + 1013904223u;
-      tokens[i] = static_cast<int32_t>((seed >> 8) % vocabulary);
-    }
-    return tokens;
+    return RandomTokens(engine.capability().vocabulary_size, n, seed);
   }
 
   static absl::Status Open(ShardEngine& engine, const SessionKey& key,
@@ -106,74 +96,8 @@ class EngineContractTest : public testing::TestWithParam<EngineUnderTest> {
     return engine.OpenSession(key, {}, evicted);
   }
 
-  static Step MakeStep(const SessionKey& key, uint32_t start, absl::Span<const int32_t> tokens,
-                       OutputRows rows = OutputRows::kNone) {
-    Step step;
-    step.session = key;
-    step.phase = tokens.size() == 1 ? Phase::kDecode : Phase::kPrefill;
-    step.start_position = start;
-    step.token_ids = tokens;
-    step.output_rows = rows;
-    return step;
-  }
-
-  static StepOutput Run(ShardEngine& engine, const Step& step) {
-    std::vector<StepOutput> outputs;
-    const absl::Status status = engine.Execute({step}, &outputs);
-    EXPECT_TRUE(status.ok()) << status;
-    EXPECT_EQ(outputs.size(), 1u);
-    return outputs.empty() ? StepOutput() : std::move(outputs.front());
-  }
-
-  // One step through all stages; the first error or the tail's output.
-  static StepOutput RunChain(const Engines& chain, const Step& step) {
-    StepOutput output;
-    std::vector<float> residual;
-    for (const auto& engine : chain) {
-      Step local = step;
-      local.residual = residual;
-      if (!engine->capability().is_tail()) {
-        local.output_rows = OutputRows::kNone;
-        local.return_logits = false;
-        local.sampling.reset();
-      }
-      output = Run(*engine, local);
-      if (!output.status.ok()) return output;
-      residual = output.residual;
-    }
-    return output;
-  }
-
-  // Prefills `prompt` in chunks of `chunk`, then decodes: the token ids of all `count` samples.
-  static std::vector<int32_t> Generate(const Engines& chain, const SessionKey& key,
-                                       const std::vector<int32_t>& prompt, size_t chunk,
-                                       size_t count, const SamplingParams& sampling = {}) {
-    for (const auto& engine : chain) EXPECT_TRUE(Open(*engine, key).ok());
-    uint32_t position = 0;
-    StepOutput output;
-    while (position < prompt.size()) {
-      const auto rows = absl::MakeConstSpan(prompt).subspan(position, chunk);
-      const bool last = position + rows.size() == prompt.size();
-      Step step = MakeStep(key, position, rows, last ? OutputRows::kLast : OutputRows::kNone);
-      if (last) step.sampling = sampling;
-      output = RunChain(chain, step);
-      EXPECT_TRUE(output.status.ok()) << output.status;
-      position += static_cast<uint32_t>(rows.size());
-    }
-    std::vector<int32_t> ids;
-    while (output.token.has_value()) {
-      ids.push_back(output.token->token_id);
-      if (ids.size() == count) break;
-      const int32_t last = ids.back();
-      output = RunChain(chain, MakeStep(key, position++, {&last, 1}, OutputRows::kLast));
-      EXPECT_TRUE(output.status.ok()) << output.status;
-    }
-    for (const auto& engine : chain) EXPECT_TRUE(engine->Release(key).ok());
-    return ids;
-  }
-
   static v1::Reason ReasonAfter(ShardEngine& engine, const Step& step) {
-    return ReasonOf(Run(engine, step).status);
+    return ReasonOf(RunStep(engine, step).status);
   }
 
   // Proves that `key` holds exactly `tokens` tokens.
@@ -255,9 +179,10 @@ TEST_P(EngineContractTest, PrefillAndDecodeAppend) {
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   const auto tokens = Tokens(*engine, 18, 1);
   const auto all = absl::MakeConstSpan(tokens);
-  EXPECT_EQ(Run(*engine, MakeStep(Key('a'), 0, all.subspan(0, 16))).cached_tokens, 16u);
-  EXPECT_EQ(Run(*engine, MakeStep(Key('a'), 16, all.subspan(16, 1))).cached_tokens, 17u);
-  const StepOutput last = Run(*engine, MakeStep(Key('a'), 17, all.subspan(17), OutputRows::kLast));
+  EXPECT_EQ(RunStep(*engine, MakeStep(Key('a'), 0, all.subspan(0, 16))).cached_tokens, 16u);
+  EXPECT_EQ(RunStep(*engine, MakeStep(Key('a'), 16, all.subspan(16, 1))).cached_tokens, 17u);
+  const StepOutput last =
+      RunStep(*engine, MakeStep(Key('a'), 17, all.subspan(17), OutputRows::kLast));
   EXPECT_EQ(last.cached_tokens, 18u);
   EXPECT_TRUE(last.token.has_value());
   EXPECT_TRUE(last.logits.empty());
@@ -268,7 +193,7 @@ TEST_P(EngineContractTest, AHeadGivesOneResidualRowPerToken) {
   const auto head = MakeRange(0, 1);
   ASSERT_TRUE(Open(*head, Key('a')).ok());
   const auto tokens = Tokens(*head, 5, 2);
-  const StepOutput output = Run(*head, MakeStep(Key('a'), 0, tokens));
+  const StepOutput output = RunStep(*head, MakeStep(Key('a'), 0, tokens));
   ASSERT_TRUE(output.status.ok());
   EXPECT_EQ(output.residual.size(), 5 * head->capability().boundary_out->residual_width());
   EXPECT_FALSE(output.token.has_value());
@@ -282,14 +207,14 @@ TEST_P(EngineContractTest, StartPositionDropsWhatFollows) {
   const auto other = Tokens(*engine, 4, 4);
   const auto all = absl::MakeConstSpan(tokens);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
-  Run(*engine, MakeStep(Key('a'), 0, all.subspan(0, 6)));
-  Run(*engine, MakeStep(Key('a'), 6, all.subspan(6, 6)));
-  const StepOutput again = Run(*engine, MakeStep(Key('a'), 6, other, OutputRows::kAllLogits));
+  RunStep(*engine, MakeStep(Key('a'), 0, all.subspan(0, 6)));
+  RunStep(*engine, MakeStep(Key('a'), 6, all.subspan(6, 6)));
+  const StepOutput again = RunStep(*engine, MakeStep(Key('a'), 6, other, OutputRows::kAllLogits));
   EXPECT_EQ(again.cached_tokens, 10u);
 
   ASSERT_TRUE(Open(*engine, Key('b')).ok());
-  Run(*engine, MakeStep(Key('b'), 0, all.subspan(0, 6)));
-  const StepOutput fresh = Run(*engine, MakeStep(Key('b'), 6, other, OutputRows::kAllLogits));
+  RunStep(*engine, MakeStep(Key('b'), 0, all.subspan(0, 6)));
+  const StepOutput fresh = RunStep(*engine, MakeStep(Key('b'), 6, other, OutputRows::kAllLogits));
   ASSERT_FALSE(fresh.logits.empty());
   EXPECT_EQ(again.logits, fresh.logits);
 }
@@ -299,13 +224,13 @@ TEST_P(EngineContractTest, TruncateDropsWhatFollows) {
   const auto tokens = Tokens(*engine, 10, 5);
   const auto all = absl::MakeConstSpan(tokens);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
-  Run(*engine, MakeStep(Key('a'), 0, all.subspan(0, 7)));
+  RunStep(*engine, MakeStep(Key('a'), 0, all.subspan(0, 7)));
   const StepOutput first =
-      Run(*engine, MakeStep(Key('a'), 7, all.subspan(7), OutputRows::kAllLogits));
+      RunStep(*engine, MakeStep(Key('a'), 7, all.subspan(7), OutputRows::kAllLogits));
   ASSERT_TRUE(engine->Truncate(Key('a'), 7).ok());
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 8, all.subspan(8))), v1::REASON_CACHE_MISS);
   const StepOutput second =
-      Run(*engine, MakeStep(Key('a'), 7, all.subspan(7), OutputRows::kAllLogits));
+      RunStep(*engine, MakeStep(Key('a'), 7, all.subspan(7), OutputRows::kAllLogits));
   ASSERT_FALSE(first.logits.empty());
   EXPECT_EQ(first.logits, second.logits);
   EXPECT_TRUE(engine->Truncate(Key('a'), 10).ok());
@@ -318,10 +243,10 @@ TEST_P(EngineContractTest, AStepBeyondTheCacheIsACacheMiss) {
   const auto tokens = Tokens(*engine, 4, 6);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 1, tokens)), v1::REASON_CACHE_MISS);
-  EXPECT_TRUE(Run(*engine, MakeStep(Key('a'), 0, tokens)).status.ok());
+  EXPECT_TRUE(RunStep(*engine, MakeStep(Key('a'), 0, tokens)).status.ok());
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 5, tokens)), v1::REASON_CACHE_MISS);
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 0xffffffffu, tokens)), v1::REASON_CACHE_MISS);
-  EXPECT_EQ(Run(*engine, MakeStep(Key('a'), 4, tokens)).cached_tokens, 8u);
+  EXPECT_EQ(RunStep(*engine, MakeStep(Key('a'), 4, tokens)).cached_tokens, 8u);
 }
 
 TEST_P(EngineContractTest, TheContextIsABound) {
@@ -331,11 +256,11 @@ TEST_P(EngineContractTest, TheContextIsABound) {
   const auto tokens = Tokens(*engine, 16, 7);
   const auto all = absl::MakeConstSpan(tokens);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
-  Run(*engine, MakeStep(Key('a'), 0, all));
+  RunStep(*engine, MakeStep(Key('a'), 0, all));
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 16, all.subspan(0, 5))),
             v1::REASON_CONTEXT_EXCEEDED);
   ExpectHolds(*engine, Key('a'), 16);
-  EXPECT_EQ(Run(*engine, MakeStep(Key('a'), 16, all.subspan(0, 4))).cached_tokens, 20u);
+  EXPECT_EQ(RunStep(*engine, MakeStep(Key('a'), 16, all.subspan(0, 4))).cached_tokens, 20u);
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 20, all.subspan(0, 1))),
             v1::REASON_CONTEXT_EXCEEDED);
 }
@@ -386,7 +311,7 @@ TEST_P(EngineContractTest, ResidualsOfTheWrongSizeAreRefused) {
   Step step = MakeStep(Key('a'), 0, tokens);
   step.residual = residual;
   EXPECT_EQ(ReasonAfter(*head, step), v1::REASON_SHAPE_MISMATCH) << "a head takes no residual";
-  EXPECT_TRUE(Run(*tail, step).status.ok());
+  EXPECT_TRUE(RunStep(*tail, step).status.ok());
 }
 
 TEST_P(EngineContractTest, NonFiniteResidualsAreRefused) {
@@ -445,7 +370,7 @@ TEST_P(EngineContractTest, UnknownSessionsAreRefusedEverywhere) {
   EXPECT_EQ(ReasonOf(engine->Release(Key('a'))), v1::REASON_SESSION_UNKNOWN);
   engine->Cancel(Key('a'));
   EXPECT_TRUE(Open(*engine, Key('a')).ok());
-  EXPECT_TRUE(Run(*engine, MakeStep(Key('a'), 0, tokens)).status.ok())
+  EXPECT_TRUE(RunStep(*engine, MakeStep(Key('a'), 0, tokens)).status.ok())
       << "a cancel before the session existed has no effect";
 }
 
@@ -463,7 +388,7 @@ TEST_P(EngineContractTest, ANewerEpochReplacesTheOlderOne) {
   const auto engine = Make();
   const auto tokens = Tokens(*engine, 4, 14);
   ASSERT_TRUE(Open(*engine, Key('a', 3)).ok());
-  Run(*engine, MakeStep(Key('a', 3), 0, tokens));
+  RunStep(*engine, MakeStep(Key('a', 3), 0, tokens));
   std::vector<SessionKey> evicted;
   ASSERT_TRUE(Open(*engine, Key('a', 5), &evicted).ok());
   EXPECT_THAT(evicted, testing::ElementsAre(Key('a', 3)));
@@ -500,7 +425,7 @@ TEST_P(EngineContractTest, FullSlotsRefuseUntilOneIsIdleLongEnough) {
   now += absl::Seconds(1);
   ASSERT_TRUE(Open(*engine, Key('b')).ok());
   now += absl::Seconds(1);
-  Run(*engine, MakeStep(Key('a'), 0, tokens));  // now b is the least recently used
+  RunStep(*engine, MakeStep(Key('a'), 0, tokens));  // now b is the least recently used
   now += absl::Seconds(8);
   const absl::Status full = Open(*engine, Key('c'));
   EXPECT_EQ(ReasonOf(full), v1::REASON_SESSIONS_EXHAUSTED);
@@ -511,7 +436,7 @@ TEST_P(EngineContractTest, FullSlotsRefuseUntilOneIsIdleLongEnough) {
   EXPECT_THAT(evicted, testing::ElementsAre(Key('b')));
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('b'), 0, tokens)), v1::REASON_SESSION_EVICTED);
   EXPECT_EQ(engine->metrics().sessions_evicted, 1u);
-  EXPECT_EQ(Run(*engine, MakeStep(Key('a'), 3, tokens)).cached_tokens, 6u);
+  EXPECT_EQ(RunStep(*engine, MakeStep(Key('a'), 3, tokens)).cached_tokens, 6u);
   ExpectHolds(*engine, Key('c'), 0);
 }
 
@@ -530,7 +455,7 @@ TEST_P(EngineContractTest, IdleSessionsAreEvictedAfterTheirTtl) {
   now += absl::Seconds(1);
   EXPECT_THAT(engine->EvictIdle(), testing::ElementsAre(Key('b')));
   now += absl::Seconds(69);
-  Run(*engine, MakeStep(Key('a'), 0, tokens));
+  RunStep(*engine, MakeStep(Key('a'), 0, tokens));
   now += absl::Seconds(1);
   EXPECT_THAT(engine->EvictIdle(), testing::ElementsAre(Key('c')))
       << "a session cannot lengthen the engine's own limit";
@@ -549,14 +474,14 @@ TEST_P(EngineContractTest, ACancelledSessionStaysCancelledUntilReleased) {
   const auto tokens = Tokens(*engine, 3, 17);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   ASSERT_TRUE(Open(*engine, Key('b')).ok());
-  Run(*engine, MakeStep(Key('a'), 0, tokens));
+  RunStep(*engine, MakeStep(Key('a'), 0, tokens));
   engine->Cancel(Key('a'));
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 3, tokens)), v1::REASON_CANCELLED);
   EXPECT_EQ(ReasonAfter(*engine, MakeStep(Key('a'), 3, tokens)), v1::REASON_CANCELLED);
-  EXPECT_TRUE(Run(*engine, MakeStep(Key('b'), 0, tokens)).status.ok());
+  EXPECT_TRUE(RunStep(*engine, MakeStep(Key('b'), 0, tokens)).status.ok());
   ASSERT_TRUE(engine->Release(Key('a')).ok());
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
-  EXPECT_TRUE(Run(*engine, MakeStep(Key('a'), 0, tokens)).status.ok());
+  EXPECT_TRUE(RunStep(*engine, MakeStep(Key('a'), 0, tokens)).status.ok());
 }
 
 TEST_P(EngineContractTest, CancelReachesARunningBatch) {
@@ -573,7 +498,7 @@ TEST_P(EngineContractTest, CancelReachesARunningBatch) {
   const auto all = absl::MakeConstSpan(tokens);
   for (const char id : {'a', 'b', 'c'}) {
     ASSERT_TRUE(Open(*engine, Key(id)).ok());
-    Run(*engine, MakeStep(Key(id), 0, all.subspan(0, 3)));
+    RunStep(*engine, MakeStep(Key(id), 0, all.subspan(0, 3)));
   }
   armed = true;
   std::vector<StepOutput> outputs;
@@ -589,7 +514,7 @@ TEST_P(EngineContractTest, CancelReachesARunningBatch) {
   ExpectHolds(*engine, Key('a'), 2);
   ASSERT_TRUE(outputs[0].status.ok()) << outputs[0].status;
   const StepOutput alone =
-      Run(*engine, MakeStep(Key('c'), 3, all.subspan(3), OutputRows::kAllLogits));
+      RunStep(*engine, MakeStep(Key('c'), 3, all.subspan(3), OutputRows::kAllLogits));
   EXPECT_EQ(outputs[0].logits, alone.logits);
 }
 
@@ -605,7 +530,7 @@ TEST_P(EngineContractTest, CancelFromAnotherThreadEndsALoopOfSteps) {
   // Ends because a cancel is never forgotten.
   absl::Status status;
   while (status.ok()) {
-    status = Run(*engine, MakeStep(Key('a'), 0, tokens)).status;
+    status = RunStep(*engine, MakeStep(Key('a'), 0, tokens)).status;
     if (!started.HasBeenNotified()) started.Notify();
   }
   canceller.join();
@@ -693,11 +618,11 @@ TEST_P(EngineContractTest, SharedBatchesKeepSessionsApart) {
 // --- Parity and isolation ---
 
 TEST_P(EngineContractTest, EveryCutGivesTheWholeModelsNumbers) {
-  const Engines whole = MakeChain({});
+  const EngineChain whole = MakeChain({});
   const auto prompt = Tokens(*whole[0], 16, 23);
   ASSERT_TRUE(Open(*whole[0], Key('a')).ok());
   const StepOutput expected =
-      RunChain(whole, MakeStep(Key('a'), 0, prompt, OutputRows::kAllLogits));
+      RunThrough(whole, MakeStep(Key('a'), 0, prompt, OutputRows::kAllLogits));
   ASSERT_TRUE(expected.status.ok()) << expected.status;
   ASSERT_TRUE(whole[0]->Release(Key('a')).ok());
   const auto text = Generate(whole, Key('t'), prompt, 7, 33);
@@ -706,17 +631,17 @@ TEST_P(EngineContractTest, EveryCutGivesTheWholeModelsNumbers) {
   for (uint32_t cut = 1; cut < layers(); ++cut) cuts.push_back({cut});
   cuts.push_back({1, layers() - 1});
   for (const auto& cut : cuts) {
-    const Engines chain = MakeChain(cut);
+    const EngineChain chain = MakeChain(cut);
     for (const auto& engine : chain) ASSERT_TRUE(Open(*engine, Key('a')).ok());
     const StepOutput output =
-        RunChain(chain, MakeStep(Key('a'), 0, prompt, OutputRows::kAllLogits));
+        RunThrough(chain, MakeStep(Key('a'), 0, prompt, OutputRows::kAllLogits));
     EXPECT_EQ(output.logits, expected.logits) << "cut at " << testing::PrintToString(cut);
     EXPECT_EQ(Generate(chain, Key('t'), prompt, 7, 33), text);
   }
 }
 
 TEST_P(EngineContractTest, InterleavedSessionsEqualThemselvesAlone) {
-  const Engines chain = MakeChain({layers() / 2});
+  const EngineChain chain = MakeChain({layers() / 2});
   constexpr char kIds[] = {'a', 'b', 'c', 'd'};
   std::vector<std::vector<int32_t>> alone;
   std::vector<std::vector<int32_t>> prompts;
@@ -731,29 +656,22 @@ TEST_P(EngineContractTest, InterleavedSessionsEqualThemselvesAlone) {
   std::vector<std::vector<int32_t>> together(4);
   std::vector<std::vector<int32_t>> next = prompts;
   std::vector<uint32_t> positions(4, 0);
-  for (int round = 0; round < 12; ++round) {
-    std::vector<StepOutput> first;
-    std::vector<StepOutput> second;
-    std::vector<Step> steps;
+  for (uint32_t round = 0; round < 12; ++round) {
     // A different order every round.
+    const auto session_at = [round](uint32_t i) { return (i * 3 + round) % 4; };
+    std::vector<Step> steps;
     for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t s = (i * 3 + round) % 4;
-      steps.push_back(MakeStep(Key(kIds[s]), positions[s], next[s]));
+      const uint32_t s = session_at(i);
+      steps.push_back(MakeStep(Key(kIds[s]), positions[s], next[s], OutputRows::kLast));
     }
-    ASSERT_TRUE(chain[0]->Execute(steps, &first).ok());
-    for (uint32_t i = 0; i < 4; ++i) {
-      ASSERT_TRUE(first[i].status.ok()) << first[i].status;
-      steps[i].residual = first[i].residual;
-      steps[i].output_rows = OutputRows::kLast;
-    }
-    ASSERT_TRUE(chain[1]->Execute(steps, &second).ok());
+    const std::vector<StepOutput> outputs = RunBatchThrough(chain, steps);
     std::vector<std::vector<int32_t>> sampled(4);
     for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t s = (i * 3 + round) % 4;
-      ASSERT_TRUE(second[i].status.ok()) << second[i].status;
-      together[s].push_back(second[i].token->token_id);
+      const uint32_t s = session_at(i);
+      ASSERT_TRUE(outputs[i].token.has_value());
+      together[s].push_back(outputs[i].token->token_id);
       positions[s] += static_cast<uint32_t>(next[s].size());
-      sampled[s] = {second[i].token->token_id};
+      sampled[s] = {together[s].back()};
     }
     next = sampled;
   }
@@ -763,8 +681,8 @@ TEST_P(EngineContractTest, InterleavedSessionsEqualThemselvesAlone) {
 TEST_P(EngineContractTest, AReusedSlotIsAsGoodAsNew) {
   ContractConfig config;
   config.max_sessions = 1;
-  const Engines fresh = MakeChain({}, config);
-  const Engines used = MakeChain({}, config);
+  const EngineChain fresh = MakeChain({}, config);
+  const EngineChain used = MakeChain({}, config);
   const auto prompt = Tokens(*used[0], 9, 24);
   Generate(used, Key('x'), Tokens(*used[0], 40, 25), 16, 20);
   EXPECT_EQ(Generate(used, Key('a'), prompt, 16, 20), Generate(fresh, Key('a'), prompt, 16, 20));
@@ -775,10 +693,10 @@ TEST_P(EngineContractTest, HistoryMatters) {
   auto tokens = Tokens(*engine, 10, 26);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   ASSERT_TRUE(Open(*engine, Key('b')).ok());
-  const StepOutput a = Run(*engine, MakeStep(Key('a'), 0, tokens, OutputRows::kAllLogits));
+  const StepOutput a = RunStep(*engine, MakeStep(Key('a'), 0, tokens, OutputRows::kAllLogits));
   std::swap(tokens[2], tokens[3]);
   ASSERT_NE(tokens[2], tokens[3]);
-  const StepOutput b = Run(*engine, MakeStep(Key('b'), 0, tokens, OutputRows::kAllLogits));
+  const StepOutput b = RunStep(*engine, MakeStep(Key('b'), 0, tokens, OutputRows::kAllLogits));
   const size_t vocabulary = engine->capability().vocabulary_size;
   for (size_t row = 0; row < 10; ++row) {
     const bool same =
@@ -789,8 +707,8 @@ TEST_P(EngineContractTest, HistoryMatters) {
 }
 
 TEST_P(EngineContractTest, WarmUpLeavesNothingBehind) {
-  const Engines cold = MakeChain({});
-  const Engines warm = MakeChain({});
+  const EngineChain cold = MakeChain({});
+  const EngineChain warm = MakeChain({});
   ASSERT_TRUE(warm[0]->WarmUp().ok());
   EXPECT_EQ(warm[0]->metrics().open_sessions, 0u);
   EXPECT_EQ(warm[0]->metrics().kv_bytes, 0u);
@@ -808,11 +726,11 @@ TEST_P(EngineContractTest, GreedyTakesTheHighestLogit) {
   const auto engine = Make();
   const auto tokens = Tokens(*engine, 6, 28);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
-  const StepOutput all = Run(*engine, MakeStep(Key('a'), 0, tokens, OutputRows::kAllLogits));
+  const StepOutput all = RunStep(*engine, MakeStep(Key('a'), 0, tokens, OutputRows::kAllLogits));
   EXPECT_FALSE(all.token.has_value());
   Step step = MakeStep(Key('a'), 0, tokens, OutputRows::kLast);
   step.return_logits = true;
-  const StepOutput last = Run(*engine, step);
+  const StepOutput last = RunStep(*engine, step);
   const size_t vocabulary = engine->capability().vocabulary_size;
   ASSERT_EQ(all.logits.size(), 6 * vocabulary);
   ASSERT_EQ(last.logits.size(), vocabulary);
@@ -831,12 +749,12 @@ TEST_P(EngineContractTest, LogprobsAreOfTheUnmodifiedDistribution) {
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   Step step = MakeStep(Key('a'), 0, tokens, OutputRows::kLast);
   step.return_logits = true;
-  const StepOutput plain = Run(*engine, step);
+  const StepOutput plain = RunStep(*engine, step);
   const int32_t best = ArgMax(plain.logits);
   step.sampling.emplace();
   step.sampling->logit_bias = {{best, -std::numeric_limits<float>::infinity()}};
   step.sampling->top_logprobs = 3;
-  const StepOutput biased = Run(*engine, step);
+  const StepOutput biased = RunStep(*engine, step);
   ASSERT_TRUE(biased.status.ok()) << biased.status;
   EXPECT_EQ(biased.logits, plain.logits);
   EXPECT_NE(biased.token->token_id, best);
@@ -870,7 +788,7 @@ TEST_P(EngineContractTest, SeededSamplingSurvivesARestart) {
 }
 
 TEST_P(EngineContractTest, SamplingBelongsToItsSession) {
-  const Engines chain = MakeChain({});
+  const EngineChain chain = MakeChain({});
   const auto prompt = Tokens(*chain[0], 7, 31);
   const auto greedy = Generate(chain, Key('g'), prompt, 16, 8);
   SamplingParams sampling;
@@ -882,7 +800,7 @@ TEST_P(EngineContractTest, SamplingBelongsToItsSession) {
   EXPECT_EQ(Generate(chain, Key('n'), prompt, 16, 8), greedy);
   // A session that never got parameters is greedy.
   ASSERT_TRUE(Open(*chain[0], Key('u')).ok());
-  const StepOutput output = Run(*chain[0], MakeStep(Key('u'), 0, prompt, OutputRows::kLast));
+  const StepOutput output = RunStep(*chain[0], MakeStep(Key('u'), 0, prompt, OutputRows::kLast));
   EXPECT_EQ(output.token->token_id, greedy[0]);
 }
 
@@ -891,23 +809,23 @@ TEST_P(EngineContractTest, PenaltiesSeeTheSessionsTokensAndNoDroppedOnes) {
   const auto tokens = Tokens(*engine, 6, 32);
   ASSERT_TRUE(Open(*engine, Key('a')).ok());
   Step step = MakeStep(Key('a'), 0, tokens, OutputRows::kLast);
-  const int32_t best = Run(*engine, step).token->token_id;
+  const int32_t best = RunStep(*engine, step).token->token_id;
   ASSERT_EQ(std::count(tokens.begin(), tokens.end(), best), 0);
   step.sampling.emplace();
   step.sampling->presence_penalty = 2.0f;
   step.sampling->frequency_penalty = 2.0f;
   step.sampling->repetition_penalty = 10.0f;
-  EXPECT_EQ(Run(*engine, step).token->token_id, best) << "it is not among the session's tokens";
+  EXPECT_EQ(RunStep(*engine, step).token->token_id, best) << "it is not among the session's tokens";
   // The same rows after a prefix full of the best token: whatever comes now, it is judged with the
   // penalty; with the prefix dropped again it is not.
   const std::vector<int32_t> repeated(8, best);
-  Run(*engine, MakeStep(Key('a'), 6, repeated));
+  RunStep(*engine, MakeStep(Key('a'), 6, repeated));
   step.return_logits = true;
-  EXPECT_EQ(Run(*engine, step).token->token_id, best);
+  EXPECT_EQ(RunStep(*engine, step).token->token_id, best);
   Step longer = MakeStep(Key('a'), 6, repeated, OutputRows::kLast);
   longer.return_logits = true;
   longer.sampling = step.sampling;
-  const StepOutput penalised = Run(*engine, longer);
+  const StepOutput penalised = RunStep(*engine, longer);
   std::vector<int32_t> history = tokens;
   history.insert(history.end(), repeated.begin(), repeated.end());
   EXPECT_EQ(penalised.token->token_id,
@@ -921,10 +839,10 @@ TEST_P(EngineContractTest, EndOfGenerationIsMarked) {
   const std::vector<int32_t> ends = engine->tokenizer().end_of_generation_ids();
   ASSERT_FALSE(ends.empty());
   Step step = MakeStep(Key('a'), 0, tokens, OutputRows::kLast);
-  EXPECT_FALSE(Run(*engine, step).token->end_of_generation);
+  EXPECT_FALSE(RunStep(*engine, step).token->end_of_generation);
   step.sampling.emplace();
   step.sampling->logit_bias = {{ends[0], 1000.0f}};
-  const StepOutput output = Run(*engine, step);
+  const StepOutput output = RunStep(*engine, step);
   EXPECT_EQ(output.token->token_id, ends[0]);
   EXPECT_TRUE(output.token->end_of_generation);
 }
@@ -939,14 +857,14 @@ TEST_P(EngineContractTest, MetricsCountTokensAndMemoryComesBack) {
   EXPECT_GT(engine->metrics().kv_budget_bytes, 0u);
   for (const char id : {'a', 'b'}) {
     ASSERT_TRUE(Open(*engine, Key(id)).ok());
-    Run(*engine, MakeStep(Key(id), 0, all.subspan(0, 9)));
+    RunStep(*engine, MakeStep(Key(id), 0, all.subspan(0, 9)));
   }
   EXPECT_EQ(engine->metrics().open_sessions, 2u);
   EXPECT_EQ(engine->metrics().prefill_tokens, 18u);
   const uint64_t two = engine->metrics().kv_bytes;
   EXPECT_GT(two, 0u);
   EXPECT_LE(two, engine->metrics().kv_budget_bytes);
-  Run(*engine, MakeStep(Key('a'), 9, all.subspan(9)));
+  RunStep(*engine, MakeStep(Key('a'), 9, all.subspan(9)));
   EXPECT_EQ(engine->metrics().decode_tokens, 1u);
   EXPECT_EQ(engine->metrics().engine_calls, 3u);
   EXPECT_EQ(engine->metrics().kv_bytes, two / 18 * 19);
