@@ -26,6 +26,7 @@ from meshnet_gguf.client._values import (
     SamplingParams,
     StageReceipt,
     Token,
+    known,
 )
 from meshnet_gguf.client._worker import WorkerClient
 from meshnet_gguf.errors import MeshnetError, from_rpc_error, reason_in_details
@@ -414,7 +415,7 @@ class Generation:
             finished = event.finished
             self._end(finished.cached_tokens)
             return Finished(
-                reason=FinishReason(finished.reason),
+                reason=known(FinishReason, finished.reason),
                 prompt_tokens=finished.prompt_tokens,
                 completion_tokens=finished.completion_tokens,
                 cached_tokens=finished.cached_tokens,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from proto.meshnet.shard.v1 import boundary_pb2, sampling_pb2, shard_pb2, tokenizer_pb2
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import boundary_pb2, errors_pb2, sampling_pb2, shard_pb2, tokenizer_pb2
 
 SCHEMA_VERSION = 1
 
@@ -90,6 +91,13 @@ class Capability:
 
     @classmethod
     def from_proto(cls, message: shard_pb2.Capability) -> Capability:
+        """Raises MeshnetError (SCHEMA_VERSION_UNSUPPORTED) for another protocol version's."""
+        if message.schema_version != SCHEMA_VERSION:
+            raise MeshnetError(
+                errors_pb2.REASON_SCHEMA_VERSION_UNSUPPORTED,
+                f"expected protocol version {SCHEMA_VERSION}, got {message.schema_version}",
+            )
+
         def boundary(schema: boundary_pb2.BoundarySchema) -> tuple[str, int] | None:
             return (schema.name, schema.version) if schema.name else None
 
@@ -119,6 +127,23 @@ class Capability:
 def _enum_name(enumeration: Any, value: int, prefix: str) -> str:
     descriptor = enumeration.DESCRIPTOR.values_by_number.get(value)
     return str(value) if descriptor is None else str(descriptor.name).removeprefix(prefix)
+
+
+_Enum = TypeVar("_Enum", bound=enum.Enum)
+
+
+def known(enumeration: type[_Enum], value: int) -> _Enum:
+    """The member with this number.
+
+    Raises MeshnetError (UNKNOWN_ENUM_VALUE) for one that this version does not know.
+    """
+    try:
+        return enumeration(value)
+    except ValueError as error:
+        raise MeshnetError(
+            errors_pb2.REASON_UNKNOWN_ENUM_VALUE,
+            f"expected a {enumeration.__name__} that this version knows, got {value}",
+        ) from error
 
 
 class WorkerState(enum.Enum):

@@ -18,6 +18,7 @@ from meshnet_gguf.client._values import (
     Metrics,
     Vocabulary,
     WorkerState,
+    known,
 )
 from meshnet_gguf.errors import MeshnetError, from_rpc_error
 from proto.meshnet.shard.v1 import (
@@ -86,7 +87,7 @@ class WorkerClient:
         reason = ""
         if answer.HasField("error"):
             reason = MeshnetError.from_proto(answer.error).reason_name
-        return Health(WorkerState(answer.state), reason, answer.error.message)
+        return Health(known(WorkerState, answer.state), reason, answer.error.message)
 
     async def wait_ready(self, within: float) -> None:
         """Returns once the worker is ready.

@@ -141,7 +141,14 @@ class Head:
     """The service; its sessions run `script`, whose failures are kept for the test to look at."""
 
     script: Script
+    capability: shard_pb2.Capability = field(default_factory=shard_pb2.Capability)
     failures: list[BaseException] = field(default_factory=list)
+
+    async def get_capability(
+        self, request: shard_pb2.GetCapabilityRequest, context: Any
+    ) -> shard_pb2.Capability:
+        """The GetCapability method."""
+        return self.capability
 
     async def run_session(self, request_iterator: Any, context: Any) -> None:
         """The Session method."""
@@ -164,12 +171,14 @@ async def scripted_route(script: Script) -> AsyncIterator[tuple[Route, Head]]:
         request_deserializer=shard_pb2.SessionRequest.FromString,
         response_serializer=shard_pb2.SessionEvent.SerializeToString,
     )
+    get_capability = grpc.unary_unary_rpc_method_handler(
+        head.get_capability,
+        request_deserializer=shard_pb2.GetCapabilityRequest.FromString,
+        response_serializer=shard_pb2.Capability.SerializeToString,
+    )
+    methods = {"Session": session, "GetCapability": get_capability}
     server.add_generic_rpc_handlers(
-        [
-            grpc.method_handlers_generic_handler(
-                "meshnet.shard.v1.ShardService", {"Session": session}
-            )
-        ]
+        [grpc.method_handlers_generic_handler("meshnet.shard.v1.ShardService", methods)]
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

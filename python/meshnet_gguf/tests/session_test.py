@@ -9,6 +9,7 @@ from meshnet_gguf.client import (
     PrefillProgress,
     SamplingParams,
     Token,
+    open_route,
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.testing.scripted_head import Talk, scripted_route
@@ -279,6 +280,32 @@ async def test_a_longer_conversation_sends_only_what_is_new() -> None:
         assert head.failures == []
     # The last token of a generation (61) is not held, and one row at least is always computed.
     assert sent == [(0, [1, 2, 3]), (4, [61, 7]), (1, [9]), (1, [9])]
+
+
+@pytest.mark.parametrize("version", [0, 2])
+async def test_another_protocol_version_is_refused(version: int) -> None:
+    async def script(talk: Talk) -> None:
+        await talk.accept()
+
+    async with scripted_route(script) as (route, head):
+        head.capability = shard_pb2.Capability(schema_version=version)
+        with pytest.raises(MeshnetError, match="expected protocol version 1") as caught:
+            await open_route([route.head.endpoint])
+    assert caught.value.reason == errors_pb2.REASON_SCHEMA_VERSION_UNSUPPORTED
+
+
+async def test_a_reason_to_finish_that_nobody_knows_is_refused() -> None:
+    async def script(talk: Talk) -> None:
+        await talk.accept()
+        await talk.generate()
+        finished = shard_pb2.GenerationFinished.FromString(b"\x08\x01\x10\x63")  # reason 99
+        await talk.send(finished=finished)
+        await talk.close()
+
+    async with scripted_route(script) as (route, _), route.session() as session:
+        with pytest.raises(MeshnetError, match="got 99") as caught:
+            await session.generate([1], max_tokens=1).result()
+        assert caught.value.reason == errors_pb2.REASON_UNKNOWN_ENUM_VALUE
 
 
 async def test_a_session_outside_its_block_is_refused() -> None:
