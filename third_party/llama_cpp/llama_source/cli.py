@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "source", type=Path
     )
     sub = command("check", "Prove the patch stack against the pinned source, or try it on another.")
+    sub.add_argument("--patched", action="store_true", help="the source is patched already")
     sub.add_argument(
         "--against", action="store_true", help="the source is a candidate for a new pin"
     )
@@ -135,7 +136,7 @@ def _execute(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             "method": used
         }, f"{arguments.out}: {len(stack.patches)} commits on top of the tag pinned"
     if name == "check":
-        proved = patch_stack.check(pin, stack, arguments.source)
+        proved = patch_stack.check(pin, stack, arguments.source, patched=arguments.patched)
         return vars(proved) | {"patches": list(proved.patches)}, (
             f"{len(proved.patches)} patches apply one by one to git tree {proved.pinned_tree}, "
             f"give git tree {proved.patched_tree}, and reverse to it; "

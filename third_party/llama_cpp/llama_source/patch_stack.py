@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -162,15 +161,21 @@ class CheckResult:
     patches: tuple[str, ...]
 
 
-def check(manifest: Manifest, stack: Stack, source: Path) -> CheckResult:
+def check(manifest: Manifest, stack: Stack, source: Path, *, patched: bool = False) -> CheckResult:
     """Proves the stack against the exact pinned tree in source, without changing it.
 
     Each patch applies exactly on top of its predecessors and reverses exactly to them; all of them
-    reversed give the pinned tree; the rules hold before and after. Raises TREE_MISMATCH, PATCH_*.
+    reversed give the pinned tree; the rules hold before and after. With patched, source holds the
+    patched tree, from which the pinned one is first taken back in memory. Raises TREE_MISMATCH,
+    PATCH_*.
     """
     check_headers(stack)
-    entries = git_tree.verify(source, manifest.tree, manifest.listing)
-    check_rules(stack, entries)
+    if patched:
+        tree = _unpatched(manifest, stack, source)
+    else:
+        entries = git_tree.verify(source, manifest.tree, manifest.listing)
+        tree = memory_tree(source, entries, stack)
+    check_rules(stack, tree.entries)
     licence = hashlib.sha256((source / manifest.licence_file).read_bytes()).hexdigest()
     if licence != manifest.licence_sha256:
         raise LlamaSourceError(
@@ -179,7 +184,6 @@ def check(manifest: Manifest, stack: Stack, source: Path) -> CheckResult:
             expected=f"sha256 {manifest.licence_sha256}",
             found=f"sha256 {licence}",
         )
-    tree = memory_tree(source, entries, stack)
     states = [tree.copy()]
     for patch in stack.patches:
         diff.apply(patch, tree)
@@ -192,7 +196,7 @@ def check(manifest: Manifest, stack: Stack, source: Path) -> CheckResult:
                 details=git_tree.differences(states[-1].entries, back.entries),
             )
         states.append(tree.copy())
-    patched = git_tree.tree_hash(tree.entries)
+    patched_tree = git_tree.tree_hash(tree.entries)
     for patch in reversed(stack.patches):
         diff.apply(patch, tree, reverse=True)
     reversed_tree = git_tree.tree_hash(tree.entries)
@@ -203,7 +207,9 @@ def check(manifest: Manifest, stack: Stack, source: Path) -> CheckResult:
             expected=f"git tree {manifest.tree}",
             found=f"git tree {reversed_tree}",
         )
-    return CheckResult(manifest.tree, patched, stack.sha256, tuple(p.name for p in stack.patches))
+    return CheckResult(
+        manifest.tree, patched_tree, stack.sha256, tuple(p.name for p in stack.patches)
+    )
 
 
 def check_against(stack: Stack, source: Path) -> str:
@@ -253,25 +259,24 @@ def apply_to_folder(manifest: Manifest, stack: Stack, root: Path) -> str:
     return git_tree.tree_hash(after.entries)
 
 
-def reverse_in_folder(manifest: Manifest, stack: Stack, root: Path) -> None:
-    """Takes the stack off a patched tree at root: the pinned tree is left, or all as it was."""
-    before = memory_tree(root, git_tree.scan(root), stack)
-    after = before.copy()
+def _unpatched(manifest: Manifest, stack: Stack, root: Path) -> diff.MemoryTree:
+    """The pinned tree, in memory, from the patched one at root."""
+    tree = memory_tree(root, git_tree.scan(root), stack)
     for patch in reversed(stack.patches):
-        diff.apply(patch, after, reverse=True)
-    found = git_tree.tree_hash(after.entries)
+        diff.apply(patch, tree, reverse=True)
+    found = git_tree.tree_hash(tree.entries)
     if found != manifest.tree:
         raise LlamaSourceError(
             Reason.TREE_MISMATCH,
             f"{root} without the stack is not the pinned source",
             expected=f"git tree {manifest.tree}",
             found=f"git tree {found}",
-            details=git_tree.differences(manifest.listing, after.entries),
+            details=git_tree.differences(manifest.listing, tree.entries),
         )
-    _write(root, before, after)
+    return tree
 
 
-def copy_and_apply(manifest: Manifest, stack: Stack, source: Path, out: Path) -> str:
-    """Copies the pinned source to out and patches the copy."""
-    shutil.copytree(source, out, symlinks=True)
-    return apply_to_folder(manifest, stack, out)
+def reverse_in_folder(manifest: Manifest, stack: Stack, root: Path) -> None:
+    """Takes the stack off a patched tree at root: the pinned tree is left, or all as it was."""
+    before = memory_tree(root, git_tree.scan(root), stack)
+    _write(root, before, _unpatched(manifest, stack, root))

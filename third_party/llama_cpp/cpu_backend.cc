@@ -1,0 +1,154 @@
+#include "third_party/llama_cpp/cpu_backend.h"
+
+#include <cpuid.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "ggml-backend.h"
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// One for each variant in cpu_variants.bzl.
+extern "C" {
+ggml_backend_reg_t ggml_backend_cpu_reg_haswell();
+ggml_backend_reg_t ggml_backend_cpu_reg_alderlake();
+ggml_backend_reg_t ggml_backend_cpu_reg_skylakex();
+ggml_backend_reg_t ggml_backend_cpu_reg_icelake();
+ggml_backend_reg_t ggml_backend_cpu_reg_zen4();
+ggml_backend_reg_t ggml_backend_cpu_reg_sapphirerapids();
+}
+
+namespace meshnet::llama_cpp {
+namespace {
+
+struct Variant {
+  const char* name;
+  ggml_backend_reg_t (*reg)();
+  bool (*runs)(const InstructionSets&);
+};
+
+constexpr Variant kVariants[] = {
+    {"haswell", ggml_backend_cpu_reg_haswell, [](const InstructionSets&) { return true; }},
+    {"alderlake", ggml_backend_cpu_reg_alderlake,
+     [](const InstructionSets& s) { return s.avx_vnni; }},
+    {"skylakex", ggml_backend_cpu_reg_skylakex, [](const InstructionSets& s) { return s.avx512; }},
+    {"icelake", ggml_backend_cpu_reg_icelake,
+     [](const InstructionSets& s) { return s.avx512 && s.avx512_vbmi && s.avx512_vnni; }},
+    {"zen4", ggml_backend_cpu_reg_zen4,
+     [](const InstructionSets& s) {
+       return s.avx512 && s.avx512_vbmi && s.avx512_vnni && s.avx512_bf16;
+     }},
+    {"sapphirerapids", ggml_backend_cpu_reg_sapphirerapids,
+     [](const InstructionSets& s) {
+       return s.avx512 && s.avx512_vbmi && s.avx512_vnni && s.avx512_bf16 && s.amx_int8;
+     }},
+};
+
+constexpr uint64_t kAvxState = 0x6;
+constexpr uint64_t kAvx512State = 0xe0;
+constexpr uint64_t kAmxState = 0x60000;
+
+uint64_t SavedState() {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr uint32_t kOsxsave = 1u << 27;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kOsxsave) == 0) return 0;
+  uint32_t low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t{high} << 32) | low;
+}
+
+// Linux gives a process the tiles' registers only on demand.
+bool MayUseTiles() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool Bit(uint32_t value, int bit) { return (value >> bit & 1u) != 0; }
+
+std::vector<std::string> Runnable(const InstructionSets& host) {
+  std::vector<std::string> names;
+  for (const Variant& variant : kVariants) {
+    if (variant.runs(host)) names.emplace_back(variant.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+InstructionSets HostInstructionSets() {
+  InstructionSets sets;
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return sets;
+  const uint64_t state = SavedState();
+  const bool avx = (state & kAvxState) == kAvxState;
+  const bool avx512 = avx && (state & kAvx512State) == kAvx512State;
+  const uint32_t subleaves = eax;
+  sets.avx512 =
+      avx512 && Bit(ebx, 16) && Bit(ebx, 17) && Bit(ebx, 28) && Bit(ebx, 30) && Bit(ebx, 31);
+  sets.avx512_vbmi = avx512 && Bit(ecx, 1);
+  sets.avx512_vnni = avx512 && Bit(ecx, 11);
+  sets.amx_int8 = (state & kAmxState) == kAmxState && Bit(edx, 24) && Bit(edx, 25) && MayUseTiles();
+  if (subleaves >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
+    sets.avx_vnni = avx && Bit(eax, 4);
+    sets.avx512_bf16 = avx512 && Bit(eax, 5);
+  }
+  return sets;
+}
+
+std::vector<std::string> CpuVariants() {
+  std::vector<std::string> names;
+  for (const Variant& variant : kVariants) names.emplace_back(variant.name);
+  return names;
+}
+
+absl::StatusOr<std::string> ChooseCpuVariant(const InstructionSets& host,
+                                             absl::string_view forced) {
+  const std::vector<std::string> runnable = Runnable(host);
+  if (forced.empty()) return runnable.back();
+  for (const Variant& variant : kVariants) {
+    if (forced != variant.name) continue;
+    if (variant.runs(host)) return std::string(forced);
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected a CPU that can run the variant ", forced, ", this one runs: ",
+        absl::StrJoin(runnable, ", "), "; leave the variant empty to get the best of them"));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "expected a CPU variant among ", absl::StrJoin(CpuVariants(), ", "), ", got '", forced, "'"));
+}
+
+absl::StatusOr<std::string> RegisterCpuBackend(absl::string_view forced) {
+  static std::mutex mutex;
+  static std::string* const registered = new std::string;
+  absl::StatusOr<std::string> chosen = ChooseCpuVariant(HostInstructionSets(), forced);
+  if (!chosen.ok()) return chosen;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!registered->empty()) {
+    if (*registered == *chosen) return chosen;
+    return absl::FailedPreconditionError(absl::StrCat("expected the CPU variant ", *registered,
+                                                      ", which this process runs already, got ",
+                                                      *chosen, "; start another process for it"));
+  }
+  for (const Variant& variant : kVariants) {
+    if (*chosen == variant.name) ggml_backend_register(variant.reg());
+  }
+  *registered = *chosen;
+  return chosen;
+}
+
+}  // namespace meshnet::llama_cpp

@@ -1,0 +1,122 @@
+"""ggml's CPU backend, compiled several times, all of them in one program.
+
+Each variant is compiled for another set of instructions. They define the same symbols, and templates of the standard
+library in them too, so plain linking would mix code for different CPUs. Each variant is therefore linked into one object
+in which only its entry point stays visible, under a name of its own.
+"""
+
+load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain", "use_cpp_toolchain")
+load("@rules_cc//cc:defs.bzl", "cc_library")
+load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
+
+_AVX512 = [
+    "avx512f",
+    "avx512cd",
+    "avx512vl",
+    "avx512dq",
+    "avx512bw",
+]
+
+# Instruction sets beyond x86-64-v3, with the names that upstream gives to the variants. From the plainest to the best.
+# third_party/llama_cpp/cpu_backend.cc tells which CPU can run which: change both.
+CPU_VARIANTS = {
+    "haswell": [],
+    "alderlake": ["avxvnni"],
+    "skylakex": _AVX512,
+    "icelake": _AVX512 + ["avx512vbmi", "avx512vnni"],
+    "zen4": _AVX512 + ["avx512vbmi", "avx512vnni", "avx512bf16"],
+    "sapphirerapids": _AVX512 + ["avx512vbmi", "avx512vnni", "avx512bf16", "amx-tile", "amx-int8"],
+}
+
+_ENTRY = "ggml_backend_cpu_reg"
+
+def _isolated_object_impl(ctx):
+    toolchain = find_cpp_toolchain(ctx)
+    archives = []
+    for linker_input in ctx.attr.library[CcInfo].linking_context.linker_inputs.to_list():
+        if linker_input.owner != ctx.attr.library.label:
+            continue
+        for library in linker_input.libraries:
+            archives.append(library.static_library or library.pic_static_library)
+    if not archives:
+        fail("%s has no static library" % ctx.attr.library.label)
+    out = ctx.actions.declare_file(ctx.label.name + ".o")
+    ctx.actions.run_shell(
+        inputs = depset(archives, transitive = [toolchain.all_files]),
+        outputs = [out],
+        # Sections in COMDAT groups would be merged with those of other variants: take them out of their groups first.
+        command = """\
+set -eu
+merged=$(mktemp)
+"$LD" -r --force-group-allocation -o "$merged" --whole-archive "$@"
+"$OBJCOPY" --keep-global-symbol="$ENTRY" "$merged"
+"$OBJCOPY" --redefine-sym "$ENTRY=$NAME" "$merged" "$OUT"
+rm -f "$merged"
+# A static constructor would run on every CPU.
+if "$OBJDUMP" --section-headers "$OUT" | grep -e init_array -e '[.]ctors' >&2; then
+  echo "$NAME has static constructors" >&2
+  exit 1
+fi
+""",
+        arguments = [archive.path for archive in archives],
+        env = {
+            "ENTRY": _ENTRY,
+            "LD": toolchain.ld_executable,
+            "NAME": ctx.attr.entry,
+            "OBJCOPY": toolchain.objcopy_executable,
+            "OBJDUMP": toolchain.objdump_executable,
+            "OUT": out.path,
+            "PATH": "/usr/bin:/bin",
+        },
+        mnemonic = "IsolateObject",
+        progress_message = "Isolating %{label}",
+    )
+    return [DefaultInfo(files = depset([out]))]
+
+_isolated_object = rule(
+    implementation = _isolated_object_impl,
+    attrs = {
+        "entry": attr.string(mandatory = True, doc = "The name that the entry point gets."),
+        "library": attr.label(mandatory = True, providers = [CcInfo]),
+        "_cc_toolchain": attr.label(default = Label("@bazel_tools//tools/cpp:current_cc_toolchain")),
+    },
+    fragments = ["cpp"],
+    toolchains = use_cpp_toolchain(),
+)
+
+def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
+    """A library with every variant of ggml's CPU backend; entry points are ggml_backend_cpu_reg_VARIANT.
+
+    Args:
+      name: name of the library.
+      srcs: sources of one CPU backend.
+      copts: compiler flags of all variants.
+      header_deps: further libraries that the sources include headers of.
+      deps: libraries that resolve what the sources call.
+      **kwargs: as for cc_library.
+    """
+    objects = []
+    for variant, features in CPU_VARIANTS.items():
+        cc_library(
+            name = "%s_%s_plain" % (name, variant),
+            srcs = srcs,
+            copts = copts + ["-m" + feature for feature in features],
+            implementation_deps = header_deps,
+            linkstatic = True,
+            visibility = ["//visibility:private"],
+            deps = deps,
+        )
+        _isolated_object(
+            name = "%s_%s" % (name, variant),
+            entry = "%s_%s" % (_ENTRY, variant),
+            library = ":%s_%s_plain" % (name, variant),
+            visibility = ["//visibility:private"],
+        )
+        objects.append(":%s_%s" % (name, variant))
+    cc_library(
+        name = name,
+        srcs = objects,
+        deps = deps,
+        linkstatic = True,
+        **kwargs
+    )

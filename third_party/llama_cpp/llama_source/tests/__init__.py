@@ -1,0 +1,1 @@
+"""Tests of llama_source, on small repositories that they make."""
