@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "cc/common/utf8.h"
 #include "grpcpp/support/status.h"
 #include "proto/meshnet/shard/v1/errors.pb.h"
 
@@ -34,28 +35,11 @@ uint32_t PayloadNumber(const absl::Status& status, absl::string_view url) {
   return number;
 }
 
-// Length of the UTF-8 character that `text` starts with; 0 if it is none.
-size_t CharacterBytes(absl::string_view text) {
-  const auto byte = [text](size_t i) { return static_cast<unsigned char>(text[i]); };
-  if (byte(0) < 0x80) return 1;
-  const size_t length = byte(0) >= 0xf0 ? 4 : byte(0) >= 0xe0 ? 3 : 2;
-  if (byte(0) < 0xc2 || byte(0) > 0xf4 || text.size() < length) return 0;
-  // Overlong forms, surrogates and what lies beyond U+10FFFF show in the second byte.
-  if ((byte(0) == 0xe0 && byte(1) < 0xa0) || (byte(0) == 0xed && byte(1) > 0x9f) ||
-      (byte(0) == 0xf0 && byte(1) < 0x90) || (byte(0) == 0xf4 && byte(1) > 0x8f)) {
-    return 0;
-  }
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-  }
-  return length;
-}
-
 // At most kMaxMessageBytes of valid UTF-8, which protobuf strings must be. Other bytes become '?'.
 std::string WireText(absl::string_view message) {
   std::string text;
   while (!message.empty()) {
-    const size_t length = CharacterBytes(message);
+    const size_t length = Utf8CharacterBytes(message);
     const absl::string_view character = length == 0 ? "?" : message.substr(0, length);
     if (text.size() + character.size() > kMaxMessageBytes) break;
     text.append(character.data(), character.size());

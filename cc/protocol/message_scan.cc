@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cc/common/status.h"
+#include "cc/common/utf8.h"
 #include "google/protobuf/descriptor.h"
 
 namespace meshnet {
@@ -142,6 +143,10 @@ class Scanner {
     if (field.type() == FieldDescriptor::TYPE_MESSAGE) {
       if (absl::Status status = Count(field); !status.ok()) return status;
       return Scan(value, *field.message_type());
+    }
+    if (field.type() == FieldDescriptor::TYPE_STRING && !IsValidUtf8(value)) {
+      return Malformed(*field.containing_type(),
+                       absl::StrCat("a ", field.name(), " that is not UTF-8"));
     }
     return field.is_repeated() && !IsNarrow(field) ? Count(field) : absl::OkStatus();
   }

@@ -108,6 +108,9 @@ TEST(ValidateSamplingTest, RefusesEveryFieldOutsideItsBounds) {
 TEST(RecipeFingerprintTest, IsSha256OfSortedEncodedLines) {
   EXPECT_EQ(RecipeFingerprint({{"quant", "Q4_1"}, {"artifact", "a b%\n\xC3\xA9=:/+,-._"}}),
             Sha256Hex("artifact=a%20b%25%0A%C3%A9%3D:/+,-._\nquant=Q4_1\n"));
+  // The same fields as in python/meshnet_gguf/protocol/tests/codec_test.py.
+  EXPECT_EQ(RecipeFingerprint({{"artifact", "a b%\n\xC3\xA9=:/+,-._"}, {"quant", "Q4_1"}}),
+            "167b0a20d5c6c90e5148ec9d5066459104fbe7bfbeead85a32e33b95f4840630");
   EXPECT_EQ(RecipeFingerprint({}), Sha256Hex(""));
 }
 

@@ -28,6 +28,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _PREFIX = "REASON_"
 _RETRY_KEY = "retry_after_ms"
 _MAX_MESSAGE_BYTES = 1024
+_MAX_UINT32 = 2**32 - 1
 
 # What a status of gRPC's own making means; anything else is ENGINE_FAILURE.
 _REASONS_OF_CODES = {
@@ -158,6 +159,8 @@ def _from_details(encoded: bytes, text: str) -> MeshnetError | None:
         value = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(_PREFIX + info.reason)
         if info.domain == _DOMAIN and value is not None:
             hint = info.metadata.get(_RETRY_KEY, "")
-            retry = int(hint) if hint.isascii() and hint.isdecimal() else 0
+            retry = int(hint) if hint.isascii() and hint.isdecimal() and len(hint) < 11 else 0
+            if retry > _MAX_UINT32:
+                retry = 0
             return MeshnetError(value.number, text or status.message, retry_after_ms=retry)
     return None
