@@ -75,26 +75,11 @@ TEST(ValidateSamplingTest, RefusesEveryFieldOutsideItsBounds) {
       {"top_logprobs", [](SamplingParams* p) { p->top_logprobs = 21; }},
       {"logit_bias",
        [](SamplingParams* p) { p->logit_bias.assign(1025, std::make_pair(1, 0.0f)); }},
-      {"logit_bias.token_id",
-       [](SamplingParams* p) {
-         p->logit_bias = {{-1, 0.0f}};
-       }},
-      {"logit_bias.token_id",
-       [](SamplingParams* p) {
-         p->logit_bias = {{100, 0.0f}};
-       }},
-      {"logit_bias.bias",
-       [=](SamplingParams* p) {
-         p->logit_bias = {{1, nan}};
-       }},
-      {"logit_bias.bias",
-       [=](SamplingParams* p) {
-         p->logit_bias = {{1, inf}};
-       }},
-      {"logit_bias",
-       [](SamplingParams* p) {
-         p->logit_bias = {{1, 0.0f}, {2, 0.0f}, {1, 1.0f}};
-       }},
+      {"logit_bias.token_id", [](SamplingParams* p) { p->logit_bias = {{-1, 0.0f}}; }},
+      {"logit_bias.token_id", [](SamplingParams* p) { p->logit_bias = {{100, 0.0f}}; }},
+      {"logit_bias.bias", [=](SamplingParams* p) { p->logit_bias = {{1, nan}}; }},
+      {"logit_bias.bias", [=](SamplingParams* p) { p->logit_bias = {{1, inf}}; }},
+      {"logit_bias", [](SamplingParams* p) { p->logit_bias = {{1, 0.0f}, {2, 0.0f}, {1, 1.0f}}; }},
   };
   for (const Case& c : cases) {
     SamplingParams params;
