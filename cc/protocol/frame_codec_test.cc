@@ -185,10 +185,7 @@ TEST(FrameCodecTest, EncodeRefusesWhatDoesNotFit) {
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->session.route_session_id = "short"; }},
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->session.route_epoch = 0; }},
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->step = 0; }},
-      {v1::REASON_FIELD_OUT_OF_BOUNDS,
-       [](S* s, B*, L*) {
-         s->applied = {1, 3};
-       }},
+      {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->applied = {1, 3}; }},
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->token_ids.clear(); }},
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S*, B*, L* l) { l->max_step_tokens = 3; }},
       {v1::REASON_FIELD_OUT_OF_BOUNDS, [](S* s, B*, L*) { s->start_position = 0x7fffffff; }},
@@ -200,9 +197,7 @@ TEST(FrameCodecTest, EncodeRefusesWhatDoesNotFit) {
       {v1::REASON_BUNDLE_TOO_LARGE, [](S*, B*, L* l) { l->max_bundle_bytes = 4 * 40 - 1; }},
       {v1::REASON_FRAME_TOO_LARGE, [](S*, B*, L* l) { l->max_frame_bytes = 1024; }},
       {v1::REASON_BOUNDARY_SCHEMA_MISMATCH,
-       [](S*, B* b, L*) {
-         b->tensors.push_back({"hyper", DType::kF32, {-1}});
-       }},
+       [](S*, B* b, L*) { b->tensors.push_back({"hyper", DType::kF32, {-1}}); }},
   };
   for (size_t i = 0; i < cases.size(); ++i) {
     WireStep step = MakeStep(1, 0, 4);
