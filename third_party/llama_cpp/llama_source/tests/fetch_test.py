@@ -229,3 +229,24 @@ def test_a_download_of_another_size_or_hash_is_refused(
         fetch.download(method, tmp_path / "a", _quiet)
     assert caught.value.reason is Reason.ARCHIVE_MISMATCH
     assert caught.value.found == (found or f"sha256 {hashlib.sha256(data).hexdigest()}")
+
+
+def test_the_release_archive_is_taken(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        tar.add(upstream.source, arcname="upstream-1.0.0")
+    data = stream.getvalue()
+    upstream.write_manifest(
+        methods=[
+            {
+                "kind": "archive",
+                "url": "https://example.invalid/v1.0.0.tar.gz",
+                "sha256": hashlib.sha256(data).hexdigest(),
+                "size": len(data),
+                "prefix": "upstream-1.0.0/",
+            }
+        ]
+    )
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: io.BytesIO(data))
+    assert _fetch(upstream) == "archive"
+    _check(upstream)
