@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <utility>
@@ -68,6 +69,18 @@ struct GgufDeleter {
   void operator()(gguf_context* context) const { gguf_free(context); }
 };
 using GgufPtr = std::unique_ptr<gguf_context, GgufDeleter>;
+
+// Null when the header does not parse.
+GgufPtr OpenGguf(const std::string& path) {
+  gguf_init_params params = {};
+  params.no_alloc = true;
+  // A header that declares more entries than there is memory for throws.
+  try {
+    return GgufPtr(gguf_init_from_file(path.c_str(), params));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
 size_t ScalarSize(gguf_type type) {
   switch (type) {
@@ -149,9 +162,7 @@ absl::Status CheckReadable(const std::string& path) {
 absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
   const absl::Status readable = CheckReadable(path);
   if (!readable.ok()) return readable;
-  gguf_init_params params = {};
-  params.no_alloc = true;
-  const GgufPtr gguf(gguf_init_from_file(path.c_str(), params));
+  const GgufPtr gguf = OpenGguf(path);
   if (gguf == nullptr) return Invalid(path, "expected the GGUF format, its header does not parse");
   ArtifactHeader header;
   header.architecture = StringOf(gguf.get(), "general.architecture");

@@ -432,6 +432,7 @@ absl::Status LlamaEngine::DecodeRows(const float* residual) {
     case 1:
       return MakeError(v1::REASON_ENGINE_FAILURE, "the KV cache has no room for the step's rows");
     case 2:
+      TakeLlamaErrors();  // it logs an abort as an error
       return MakeError(v1::REASON_CANCELLED, "the session was cancelled while its step ran");
     default:
       return MakeError(v1::REASON_ENGINE_FAILURE,

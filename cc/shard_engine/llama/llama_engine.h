@@ -54,7 +54,7 @@ struct LlamaEngineOptions {
   // How long ggml's threads spin between graphs before they sleep, [0, 100]. Spinning saves
   // wake-ups where the cores are the stage's own and steals them from other stages where they are
   // not.
-  uint32_t poll = 50;
+  uint32_t poll = 0;
   bool flash_attention = true;
   KvType kv_type = KvType::kF16;
   // Rearrange weights for the CPU's matrix instructions where it has any.
