@@ -222,8 +222,8 @@ class LlamaEngine : public ShardEngine {
   SessionTable::Options TableOptions();
   absl::Status Admit(const Step& step, SessionTable::Session** session);
   uint32_t OutputsOf(const Step& step) const;
-  // Cuts the admitted steps into llama_decode calls as the batch policy says.
-  std::vector<Group> Plan(Group running) const;
+  // Cuts the admitted steps into llama_decode calls as the batch policy says; may reorder them.
+  std::vector<Group> Plan(Group* running) const;
   void RunGroup(Group* group);
   absl::Status Decode(Group* group);
   absl::Status DecodeRows(const float* residual);
@@ -308,16 +308,16 @@ uint32_t LlamaEngine::OutputsOf(const Step& step) const {
   return step.output_rows == OutputRows::kLast || step.return_logits ? 1 : 0;
 }
 
-std::vector<LlamaEngine::Group> LlamaEngine::Plan(Group running) const {
+std::vector<LlamaEngine::Group> LlamaEngine::Plan(Group* running) const {
   std::vector<Group> groups;
   if (options_.batch_policy == BatchPolicy::kShared) {
     // llama.cpp is fastest with sequences in ascending order.
-    std::sort(running.begin(), running.end(),
+    std::sort(running->begin(), running->end(),
               [](const Running& a, const Running& b) { return a.session->slot < b.session->slot; });
   }
   uint32_t rows = 0;
   uint32_t outputs = 0;
-  for (const Running& next : running) {
+  for (const Running& next : *running) {
     const auto more_rows = static_cast<uint32_t>(next.step->token_ids.size());
     const uint32_t more_outputs = OutputsOf(*next.step);
     const bool fits = !groups.empty() && options_.batch_policy == BatchPolicy::kShared &&
@@ -352,7 +352,7 @@ absl::Status LlamaEngine::Execute(absl::Span<const Step> batch, std::vector<Step
   }
   if (running.empty()) return absl::OkStatus();
   if (options_.before_batch) options_.before_batch();
-  std::vector<Group> groups = Plan(running);
+  std::vector<Group> groups = Plan(&running);
   for (Group& group : groups) RunGroup(&group);
   for (const Running& step : running) step.session->pinned = false;
   return absl::OkStatus();
