@@ -117,7 +117,7 @@ absl::Status CheckEngineFlags() {
   return Invalid(absl::StrCat("expected --engine llama or fake, got '", engine, "'"));
 }
 
-absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags() {
+absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags(const Logger*) {
   const auto options = FakeOptions();
   if (!options.ok()) return options.status();
   return MakeFakeEngine(*options);

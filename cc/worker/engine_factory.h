@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "cc/shard_engine/shard_engine.h"
+#include "cc/worker/json_log.h"
 
 namespace meshnet::worker {
 
@@ -19,8 +20,8 @@ absl::StatusOr<LayerRange> ParseLayers(absl::string_view text);
 // no file.
 absl::Status CheckEngineFlags();
 
-// Loads the shard. May take long.
-absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags();
+// Loads the shard. May take long. `logger` must outlive the engine.
+absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags(const Logger* logger);
 
 }  // namespace meshnet::worker
 

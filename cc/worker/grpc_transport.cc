@@ -12,7 +12,6 @@
 #include "cc/common/status.h"
 #include "cc/worker/endpoint.h"
 #include "grpc/grpc.h"
-#include "grpcpp/alarm.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "grpcpp/create_channel.h"
@@ -102,7 +101,7 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
                            public std::enable_shared_from_this<ServerStream> {
  public:
   ServerStream(grpc::CallbackServerContext* context, const GrpcTransportOptions& options)
-      : context_(context), linger_(options.linger), outbox_(options.outbound_bytes) {}
+      : context_(context), outbox_(options.outbound_bytes) {}
 
   void Begin(Method method, StreamAcceptor* acceptor) {
     self_ = shared_from_this();
@@ -130,12 +129,11 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
     if (closing_.has_value()) return;
     closing_ = ToGrpcStatus(status);
     Advance();
-    if (finished_) return;
-    linger_alarm_ = std::make_unique<grpc::Alarm>();
-    linger_alarm_->Set(absl::ToChronoTime(absl::Now() + linger_),
-                       [self = shared_from_this()](bool expired) {
-                         if (expired) self->Abort();
-                       });
+  }
+
+  void Abort() override {
+    absl::MutexLock lock(&mu_);
+    if (!finished_) context_->TryCancel();
   }
 
   void OnReadDone(bool ok) override {
@@ -179,29 +177,20 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
 
   void OnDone() override {
     absl::Status status;
-    std::unique_ptr<grpc::Alarm> alarm;
     {
       absl::MutexLock lock(&mu_);
-      alarm = std::move(linger_alarm_);
       if (cancelled_) {
         status = MakeError(v1::REASON_CANCELLED, "the caller ended the call");
       } else if (closing_.has_value()) {
         status = FromGrpcStatus(*closing_);
       }
     }
-    if (alarm != nullptr) alarm->Cancel();
     handler_->OnClosed(status);
     handler_.reset();
-    // The alarm's callback may still hold a share.
     const std::shared_ptr<ServerStream> last = std::move(self_);
   }
 
  private:
-  void Abort() {
-    absl::MutexLock lock(&mu_);
-    if (!finished_) context_->TryCancel();
-  }
-
   // Starts what can be started: the next write, or the end.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (cancelled_) outbox_.Clear();
@@ -218,7 +207,6 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   }
 
   grpc::CallbackServerContext* const context_;
-  const absl::Duration linger_;
   std::shared_ptr<ServerStream> self_;
   std::shared_ptr<StreamHandler> handler_;
   grpc::ByteBuffer read_buffer_;
@@ -226,7 +214,6 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   mutable absl::Mutex mu_;
   Outbox outbox_ ABSL_GUARDED_BY(mu_);
   std::optional<grpc::Status> closing_ ABSL_GUARDED_BY(mu_);
-  std::unique_ptr<grpc::Alarm> linger_alarm_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
@@ -319,7 +306,9 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
     Advance();
   }
 
-  void Close(const absl::Status&) override {
+  void Close(const absl::Status&) override { Abort(); }
+
+  void Abort() override {
     absl::MutexLock lock(&mu_);
     End();
     context_.TryCancel();

@@ -26,8 +26,6 @@ inline constexpr char kRouteTokenKey[] = "meshnet-route-token";
 struct GrpcTransportOptions {
   // Bytes that may wait in one stream before it says that it is not writable.
   uint64_t outbound_bytes = 1 << 20;
-  // How long a closing stream may take to send what is queued.
-  absl::Duration linger = absl::Seconds(2);
   // A peer that answers no ping for keepalive_timeout is gone.
   absl::Duration keepalive_time = absl::Milliseconds(500);
   absl::Duration keepalive_timeout = absl::Seconds(1);

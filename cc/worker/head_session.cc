@@ -101,6 +101,8 @@ void HeadSession::Opened() {
 
 void HeadSession::OnRequest(const v1::SessionRequest& request) {
   if (ended()) return;
+  // It was released by key while this was on its way.
+  if (state_ == State::kClosing || draining_input_) return;
   switch (request.body_case()) {
     case v1::SessionRequest::kGenerate:
       if (state_ != State::kOpen) break;
@@ -293,7 +295,10 @@ void HeadSession::OnReturnEvent(const v1::ReturnEvent& event, uint64_t bytes) {
       stage.set_begin(event.error().stage_begin());
       stage.set_end(event.error().stage_end());
       if (stage.end() == 0) stage = LastHop().range();
-      return End(FromProto(event.error()), stage);
+      const absl::Status error = FromProto(event.error());
+      // The tail only saw its seam break. The stage before the break knows more, if it is alive.
+      if (ReasonOf(error) == v1::REASON_PEER_LOST) return EndUnlessExplained(error, stage);
+      return End(error, stage);
     }
     default:
       break;
@@ -310,10 +315,11 @@ void HeadSession::OnReturnClosed(const absl::Status& status) {
   const bool refusal = !status.ok() && reason != v1::REASON_PEER_LOST &&
                        reason != v1::REASON_CANCELLED && reason != v1::REASON_ENGINE_FAILURE;
   if (refusal) return End(status, LastHop().range());
-  End(MakeError(state_ == State::kOpening ? v1::REASON_PEER_UNREACHABLE : v1::REASON_PEER_LOST,
-                absl::StrCat("the return stream of the last stage broke: ",
-                             status.ok() ? "it was closed" : status.message())),
-      LastHop().range());
+  const bool opening = state_ == State::kOpening;
+  EndUnlessExplained(MakeError(opening ? v1::REASON_PEER_UNREACHABLE : v1::REASON_PEER_LOST,
+                               absl::StrCat("the return stream of the last stage broke: ",
+                                            status.ok() ? "it was closed" : status.message())),
+                     LastHop().range());
 }
 
 void HeadSession::OnResult(uint64_t step, uint32_t cached_tokens,

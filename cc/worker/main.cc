@@ -5,6 +5,8 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -35,6 +37,7 @@
 #include "cc/worker/json_log.h"
 #include "cc/worker/shard_server.h"
 #include "cc/worker/worker.h"
+#include "google/protobuf/stubs/common.h"
 #include "grpcpp/security/credentials.h"
 #include "grpcpp/security/server_credentials.h"
 
@@ -297,7 +300,7 @@ class Process {
  private:
   void Load() {
     const absl::Time begin = absl::Now();
-    auto engine = MakeEngineFromFlags();
+    auto engine = MakeEngineFromFlags(&logger_);
     load_status_ = engine.status();
     if (engine.ok()) load_status_ = worker_.AttachEngine(*std::move(engine));
     if (load_status_.ok()) {
@@ -361,7 +364,16 @@ class Process {
   bool load_done_ = false;
 };
 
+// Protobuf's own words about bytes that cannot be parsed are no JSON, and a peer could have as many
+// of them as it likes. What was refused is logged with its reason anyway.
+void SilenceProtobuf() {
+#if GOOGLE_PROTOBUF_VERSION < 4022000
+  google::protobuf::SetLogHandler(nullptr);
+#endif
+}
+
 int Main() {
+  SilenceProtobuf();
   const auto refuse = [](const absl::Status& status) {
     Logger().Log(Severity::kError, "flags_refused",
                  {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/time/clock.h"
+
 namespace meshnet::worker {
 
 Scheduler::Scheduler(ShardEngine* engine, Options options) : engine_(engine), options_(options) {}
@@ -12,6 +14,7 @@ Scheduler::~Scheduler() { Stop(); }
 void Scheduler::Submit(std::shared_ptr<EngineTask> task) {
   const bool decode = task->step().phase == Phase::kDecode;
   absl::MutexLock lock(&mu_);
+  if (decode && decode_.empty()) first_decode_ = absl::Now();
   (decode ? decode_ : prefill_).push_back(std::move(task));
   work_.Signal();
 }
@@ -26,6 +29,7 @@ void Scheduler::Drop(uint64_t session_ordinal) {
   // Tasks are destroyed after the lock is gone: their destructors are not ours to judge.
   TaskList dropped;
   absl::MutexLock lock(&mu_);
+  last_call_.erase(session_ordinal);
   for (TaskList* list : {&decode_, &prefill_}) {
     for (size_t i = 0; i < list->size();) {
       if ((*list)[i]->session_ordinal() != session_ordinal) {
@@ -62,6 +66,7 @@ std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
   }
   batch.assign(std::make_move_iterator(decode_.begin()), std::make_move_iterator(decode_.end()));
   decode_.clear();
+  RememberMates(batch);
   size_t rows = 0;
   while (!prefill_.empty()) {
     rows += prefill_.front()->step().token_ids.size();
@@ -75,6 +80,29 @@ std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
     return a->session_ordinal() < b->session_ordinal();
   });
   return batch;
+}
+
+void Scheduler::RememberMates(const std::vector<std::shared_ptr<EngineTask>>& batch) {
+  ++calls_;
+  for (const auto& task : batch) last_call_[task->session_ordinal()] = calls_;
+}
+
+absl::Time Scheduler::WaitForMates() const {
+  if (options_.policy != BatchPolicy::kShared || decode_.empty()) return absl::InfinitePast();
+  std::map<uint64_t, size_t> here;
+  for (const auto& task : decode_) {
+    const auto it = last_call_.find(task->session_ordinal());
+    if (it != last_call_.end()) ++here[it->second];
+  }
+  for (const auto& [ordinal, call] : last_call_) {
+    const auto it = here.find(call);
+    if (it == here.end()) continue;
+    const size_t mates = static_cast<size_t>(
+        std::count_if(last_call_.begin(), last_call_.end(),
+                      [call = call](const auto& entry) { return entry.second == call; }));
+    if (it->second < mates) return first_decode_ + options_.batch_window;
+  }
+  return absl::InfinitePast();
 }
 
 void Scheduler::Execute(const std::vector<std::shared_ptr<EngineTask>>& batch) {
@@ -111,6 +139,10 @@ void Scheduler::Loop() {
     {
       absl::MutexLock lock(&mu_);
       while (!HasWork() && !stopping_) work_.Wait(&mu_);
+      while (commands_.empty() && !stopping_) {
+        const absl::Time until = WaitForMates();
+        if (until <= absl::Now() || work_.WaitWithDeadline(&mu_, until)) break;
+      }
       if (stopping_) return;
     }
     RunOnce();

@@ -7,13 +7,16 @@
 //   exact   one step per engine call: another session's rows never share one, and a result leaves
 //           the worker before the next session's step begins.
 //   shared  all waiting decode steps and prefill chunks up to a token budget in one call, rows
-//           ordered by session.
+//           ordered by session. Sessions that decoded in one call stay together: when the next step
+//           of one of them comes, the engine waits a moment for the others', which are on their
+//           way.
 #ifndef MESHNET_CC_WORKER_SCHEDULER_H_
 #define MESHNET_CC_WORKER_SCHEDULER_H_
 
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -21,6 +24,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "cc/shard_engine/shard_engine.h"
 
 namespace meshnet::worker {
@@ -45,6 +49,8 @@ class Scheduler {
     // Rows of prefill that one call may hold beside the decode rows (shared). At least one chunk
     // always goes.
     uint32_t prefill_token_budget = 512;
+    // How long the first of several sessions that decode together may wait for the last (shared).
+    absl::Duration batch_window = absl::Milliseconds(1);
   };
 
   // `engine` must outlive the scheduler.
@@ -55,7 +61,7 @@ class Scheduler {
   void Submit(std::shared_ptr<EngineTask> task);
   // Runs `command` on the engine thread before the next step; commands keep their order.
   void Post(std::function<void(ShardEngine&)> command);
-  // Forgets the session's step if it has not begun.
+  // Forgets the session and its step, if that has not begun.
   void Drop(uint64_t session_ordinal);
 
   uint32_t queued() const;
@@ -74,6 +80,10 @@ class Scheduler {
 
   void Loop();
   void RunCommands();
+  // Until when the engine should wait for more decode steps; the past when it should not.
+  absl::Time WaitForMates() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void RememberMates(const std::vector<std::shared_ptr<EngineTask>>& batch)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<std::shared_ptr<EngineTask>> NextBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Execute(const std::vector<std::shared_ptr<EngineTask>>& batch);
@@ -88,6 +98,10 @@ class Scheduler {
   // How many tasks at the front of decode_ belong to the round under way (exact).
   size_t round_ ABSL_GUARDED_BY(mu_) = 0;
   bool prefill_turn_ ABSL_GUARDED_BY(mu_) = false;
+  // Sessions that decoded in the same call have the same number here (shared).
+  std::map<uint64_t, uint64_t> last_call_ ABSL_GUARDED_BY(mu_);
+  uint64_t calls_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Time first_decode_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

@@ -111,6 +111,11 @@ std::string LogId(const SessionKey& key) {
 
 // ---- Core ----
 
+void Core::CloseAccepted(const std::shared_ptr<Stream>& stream, const absl::Status& status) {
+  stream->Close(status);
+  closing.emplace_back(options.now() + options.linger, stream);
+}
+
 void Core::CountRefusal(const absl::Status& status) {
   ++counters.refusals[ReasonName(ReasonOf(status))];
 }
@@ -282,6 +287,13 @@ void Session::SetPhaseDeadline(absl::Duration timeout, absl::string_view waiting
   phase_deadline_ = core_->options.now() + timeout;
   phase_waiting_for_ = std::string(waiting_for);
   phase_stage_ = stage;
+}
+
+void Session::EndUnlessExplained(const absl::Status& status, const v1::LayerRange& stage) {
+  if (unexplained_until_ != absl::InfiniteFuture()) return;
+  unexplained_until_ = core_->options.now() + core_->options.explain_timeout;
+  unexplained_ = status;
+  unexplained_stage_ = stage;
 }
 
 void Session::ClearPhaseDeadline() { phase_deadline_ = absl::InfiniteFuture(); }
@@ -547,7 +559,7 @@ void Session::Finish(std::vector<v1::StageReceipt> later) {
     absl::MutexLock lock(&self->core_->mu);
     if (self->ended()) return;
     self->SendClosed(later);
-    self->upstream_->Close(absl::OkStatus());
+    self->core_->CloseAccepted(self->upstream_, absl::OkStatus());
     self->CloseReturn(absl::OkStatus(), self->range_);
     self->Detach(absl::OkStatus());
   });
@@ -565,7 +577,7 @@ void Session::End(const absl::Status& status, const v1::LayerRange& stage) {
   core_->CountRefusal(status);
   if (upstream_ != nullptr) {
     upstream_->Send(ErrorMessage(status, stage));
-    upstream_->Close(status);
+    core_->CloseAccepted(upstream_, status);
   }
   if (downstream_ != nullptr) downstream_->Close(status);
   CloseReturn(status, stage);
@@ -645,6 +657,8 @@ void Session::OnTick(absl::Time now) {
     EndHere(MakeError(
         v1::REASON_DEADLINE_EXCEEDED,
         absl::StrCat("the session's deadline of ", open_.deadline_ms(), " ms has passed")));
+  } else if (now >= unexplained_until_) {
+    End(unexplained_, unexplained_stage_);
   } else if (now >= phase_deadline_) {
     End(MakeError(state_ == State::kOpening ? v1::REASON_PEER_UNREACHABLE : v1::REASON_PEER_LOST,
                   absl::StrCat("the stage for layers ", RangeText(phase_stage_), " did not ",

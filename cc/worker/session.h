@@ -20,6 +20,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -46,6 +47,10 @@ struct WorkerOptions {
   absl::Duration open_timeout = absl::Seconds(10);
   // Time for the later stages to hand in their receipts.
   absl::Duration close_timeout = absl::Seconds(2);
+  // Time for a caller to take what it is told at the end of its stream.
+  absl::Duration linger = absl::Seconds(2);
+  // When the return stream breaks: time for the seam to tell which stage is at fault, and why.
+  absl::Duration explain_timeout = absl::Milliseconds(500);
   // Rows of prefill beside decode rows in one call (batch policy shared). 0 = one chunk.
   uint32_t prefill_token_budget = 0;
   // When set, the loaded shard must have them (RECIPE_MISMATCH, ARTIFACT_MISMATCH).
@@ -87,7 +92,11 @@ struct Core {
   std::set<std::shared_ptr<Session>> sessions;
   uint64_t next_ordinal = 1;
   Counters counters;
+  // Streams that are being closed, and when patience with their peers ends.
+  std::deque<std::pair<absl::Time, std::weak_ptr<Stream>>> closing;
 
+  // Closes a stream that a peer opened.
+  void CloseAccepted(const std::shared_ptr<Stream>& stream, const absl::Status& status);
   const Capability& capability() const { return engine->capability(); }
   void CountRefusal(const absl::Status& status);
   // OK when a new session may come in. NOT_READY, DRAINING, ENGINE_FAILURE or QUEUE_FULL.
@@ -189,6 +198,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void SetPhaseDeadline(absl::Duration timeout, absl::string_view waiting_for,
                         const v1::LayerRange& stage);
   void ClearPhaseDeadline();
+  // Ends the session with this unless something better explained comes first.
+  void EndUnlessExplained(const absl::Status& status, const v1::LayerRange& stage);
   // What remains of the session's deadline, 0 = none.
   uint32_t RemainingDeadlineMs() const;
   v1::StageReceipt Receipt() const;
@@ -249,6 +260,9 @@ class Session : public std::enable_shared_from_this<Session> {
   absl::Time phase_deadline_ = absl::InfiniteFuture();
   std::string phase_waiting_for_;
   v1::LayerRange phase_stage_;
+  absl::Time unexplained_until_ = absl::InfiniteFuture();
+  absl::Status unexplained_;
+  v1::LayerRange unexplained_stage_;
 
   uint64_t prefill_tokens_ = 0;
   uint64_t decode_tokens_ = 0;

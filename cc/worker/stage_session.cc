@@ -226,7 +226,7 @@ void StageSession::CloseReturn(const absl::Status& status, const v1::LayerRange&
     *event.mutable_error() = ToProto(status, stage.begin(), stage.end());
     return_->Send(ToPayload(event));
   }
-  return_->Close(status);
+  core_->CloseAccepted(return_, status);
 }
 
 // ---- Ends ----

@@ -52,9 +52,12 @@ class Stream {
   // Dialed streams: no message follows. The queue is sent first.
   virtual void HalfClose() = 0;
 
-  // Ends the stream. Accepted streams: sends the queue (for a bounded time), then the status.
-  // Dialed streams: aborts at once, the queue is lost. OnClosed follows in both cases.
+  // Ends the stream. Accepted streams: sends the queue, then the status. Dialed streams: aborts at
+  // once, the queue is lost. OnClosed follows in both cases.
   virtual void Close(const absl::Status& status) = 0;
+
+  // Ends the stream at once, whatever is queued.
+  virtual void Abort() = 0;
 };
 
 class StreamHandler {

@@ -53,8 +53,15 @@ v1::LayerRange OwnRange(const Core& core) {
 
 }  // namespace
 
+// The accepted end of a stream whose first message has to say what it is for.
+class Worker::AcceptedHandler : public StreamHandler {
+ public:
+  // With Core::mu held, once the time for the first message is over.
+  virtual void OnFirstMessageOverdue() = 0;
+};
+
 // The accepted end of a Session or Seam stream: nothing until the first message opens a session.
-class Worker::UpstreamHandler : public StreamHandler {
+class Worker::UpstreamHandler : public AcceptedHandler {
  public:
   UpstreamHandler(std::shared_ptr<Core> core, Method method, std::shared_ptr<Stream> stream,
                   PeerInfo peer)
@@ -65,12 +72,16 @@ class Worker::UpstreamHandler : public StreamHandler {
         max_bytes_(core_->limits.max_frame_bytes) {}
 
   void OnMessage(absl::string_view bytes) override {
-    if (refused_) return;
     if (method_ == Method::kSession) {
       OnSessionMessage(bytes);
     } else {
       OnSeamMessage(bytes);
     }
+  }
+
+  void OnFirstMessageOverdue() override {
+    if (session_ != nullptr || refused_ || stream_ == nullptr) return;
+    Refuse(MakeError(v1::REASON_DEADLINE_EXCEEDED, "expected `open` soon after the call began"));
   }
 
   void OnHalfClose() override {
@@ -102,6 +113,7 @@ class Worker::UpstreamHandler : public StreamHandler {
     v1::SessionRequest request;
     const absl::Status status = ParseMessage(bytes, max_bytes_, &request);
     absl::MutexLock lock(&core_->mu);
+    if (refused_) return;
     if (!status.ok()) return Reject(status);
     if (head_ != nullptr) return head_->OnRequest(request);
     if (!request.has_open()) {
@@ -122,8 +134,9 @@ class Worker::UpstreamHandler : public StreamHandler {
     std::shared_ptr<FrameAssembler> assembler;
     {
       absl::MutexLock lock(&core_->mu);
+      if (refused_) return;
       if (!status.ok()) return Reject(status);
-      if (stage_ == nullptr) return OpenSeam(message);
+      if (stage_ == nullptr) return OpenSeam(message, bytes.size());
       stage_->CountReceived(bytes.size());
       switch (message.body_case()) {
         case v1::SeamMessage::kCancel:
@@ -150,7 +163,7 @@ class Worker::UpstreamHandler : public StreamHandler {
     if (step->has_value()) stage_->OnStep(*std::move(*step), std::move(digest));
   }
 
-  void OpenSeam(const v1::SeamMessage& message) {
+  void OpenSeam(const v1::SeamMessage& message, uint64_t bytes) {
     if (!message.has_open()) {
       return Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
                               "expected `open` as the first message of a seam"));
@@ -166,6 +179,7 @@ class Worker::UpstreamHandler : public StreamHandler {
     max_bytes_ = limits->max_frame_bytes;
     stage_ = std::make_shared<StageSession>(core_, open, peer_, stream_);
     session_ = stage_;
+    stage_->CountReceived(bytes);
     session_->Open(*limits);
   }
 
@@ -203,14 +217,14 @@ class Worker::UpstreamHandler : public StreamHandler {
     const v1::LayerRange range = OwnRange(*core_);
     stream_->Send(method_ == Method::kSession ? ErrorPayload<v1::SessionEvent>(status, range)
                                               : ErrorPayload<v1::SeamMessage>(status, range));
-    stream_->Close(status);
+    core_->CloseAccepted(stream_, status);
   }
 
   const std::shared_ptr<Core> core_;
   const Method method_;
   std::shared_ptr<Stream> stream_;
   const PeerInfo peer_;
-  // Touched by the stream's serial calls only.
+  // Touched by the stream's serial calls only; all below is guarded by Core::mu.
   uint64_t max_bytes_;
   bool refused_ = false;
   std::shared_ptr<Session> session_;
@@ -219,7 +233,7 @@ class Worker::UpstreamHandler : public StreamHandler {
 };
 
 // The tail's end of a Return stream.
-class Worker::ReturnAcceptHandler : public StreamHandler {
+class Worker::ReturnAcceptHandler : public AcceptedHandler {
  public:
   ReturnAcceptHandler(std::shared_ptr<Core> core, std::shared_ptr<Stream> stream, PeerInfo peer)
       : core_(std::move(core)), stream_(std::move(stream)), peer_(std::move(peer)) {}
@@ -237,6 +251,11 @@ class Worker::ReturnAcceptHandler : public StreamHandler {
     }
     if (status.ok()) status = Attach(request);
     if (!status.ok()) Refuse(status);
+  }
+
+  void OnFirstMessageOverdue() override {
+    if (session_ != nullptr || refused_ || stream_ == nullptr) return;
+    Refuse(MakeError(v1::REASON_DEADLINE_EXCEEDED, "expected `attach` soon after the call began"));
   }
 
   void OnHalfClose() override {
@@ -303,7 +322,7 @@ class Worker::ReturnAcceptHandler : public StreamHandler {
     core_->CountRefusal(status);
     if (stream_ == nullptr) return;
     stream_->Send(ErrorPayload<v1::ReturnEvent>(status, OwnRange(*core_)));
-    stream_->Close(status);
+    core_->CloseAccepted(stream_, status);
   }
 
   const std::shared_ptr<Core> core_;
@@ -404,8 +423,9 @@ void Worker::TimerLoop() {
 }
 
 void Worker::Tick() {
-  absl::MutexLock lock(&core_->mu);
   const absl::Time now = core_->options.now();
+  EndOverdue(now);
+  absl::MutexLock lock(&core_->mu);
   if (core_->engine == nullptr) return;
   // Ends change the set.
   const std::vector<std::shared_ptr<Session>> sessions(core_->sessions.begin(),
@@ -466,10 +486,32 @@ void Worker::Stop() {
 
 std::shared_ptr<StreamHandler> Worker::Accept(Method method, std::shared_ptr<Stream> stream,
                                               const PeerInfo& peer) {
+  std::shared_ptr<AcceptedHandler> handler;
   if (method == Method::kReturn) {
-    return std::make_shared<ReturnAcceptHandler>(core_, std::move(stream), peer);
+    handler = std::make_shared<ReturnAcceptHandler>(core_, std::move(stream), peer);
+  } else {
+    handler = std::make_shared<UpstreamHandler>(core_, method, std::move(stream), peer);
   }
-  return std::make_shared<UpstreamHandler>(core_, method, std::move(stream), peer);
+  absl::MutexLock lock(&unopened_mu_);
+  unopened_.push_back({core_->options.now() + core_->options.open_timeout, handler});
+  return handler;
+}
+
+void Worker::EndOverdue(absl::Time now) {
+  std::vector<std::shared_ptr<AcceptedHandler>> overdue;
+  {
+    absl::MutexLock lock(&unopened_mu_);
+    while (!unopened_.empty() && unopened_.front().deadline <= now) {
+      if (auto handler = unopened_.front().handler.lock()) overdue.push_back(std::move(handler));
+      unopened_.pop_front();
+    }
+  }
+  absl::MutexLock lock(&core_->mu);
+  for (const auto& handler : overdue) handler->OnFirstMessageOverdue();
+  while (!core_->closing.empty() && core_->closing.front().first <= now) {
+    if (const auto stream = core_->closing.front().second.lock()) stream->Abort();
+    core_->closing.pop_front();
+  }
 }
 
 absl::StatusOr<v1::Capability> Worker::GetCapability(

@@ -8,13 +8,17 @@
 #ifndef MESHNET_CC_WORKER_WORKER_H_
 #define MESHNET_CC_WORKER_WORKER_H_
 
-#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "cc/shard_engine/shard_engine.h"
 #include "cc/worker/authorizer.h"
@@ -66,20 +70,30 @@ class Worker : public StreamAcceptor {
   const Tokenizer* tokenizer() const;
 
  private:
+  class AcceptedHandler;
   class UpstreamHandler;
   class ReturnAcceptHandler;
+  // A stream from which nothing has come yet, or had not when it was accepted.
+  struct Unopened {
+    absl::Time deadline;
+    std::weak_ptr<AcceptedHandler> handler;
+  };
 
   void SetState(v1::WorkerState state);
   absl::StatusOr<std::vector<std::shared_ptr<Session>>> FindForKey(absl::string_view action,
                                                                    const std::string& id,
                                                                    uint64_t epoch,
                                                                    const PeerInfo& peer);
+  void EndOverdue(absl::Time now);
   void TimerLoop();
 
   const std::shared_ptr<Core> core_;
   std::function<void(v1::WorkerState)> listener_;
   absl::Time drain_deadline_ = absl::InfiniteFuture();
   absl::Time next_eviction_check_ = absl::InfinitePast();
+  // Taken without Core::mu: an accepted stream may be a stage of this very process, dialing.
+  absl::Mutex unopened_mu_;
+  std::deque<Unopened> unopened_ ABSL_GUARDED_BY(unopened_mu_);
   std::thread timer_;
   absl::CondVar timer_stop_;
   bool stopping_ = false;
