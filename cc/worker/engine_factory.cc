@@ -11,8 +11,11 @@
 #include "absl/time/time.h"
 #include "cc/common/status.h"
 #include "cc/shard_engine/fake/fake_engine.h"
+#include "cc/shard_engine/llama/llama_engine.h"
 
 ABSL_FLAG(std::string, engine, "llama", "llama, or fake for a fixture without a model.");
+ABSL_FLAG(std::string, model, "",
+          "GGUF file of the whole model; only the range's tensors are read.");
 ABSL_FLAG(std::string, layers, "",
           "Layer range BEGIN:END, half-open, for example 0:15. Empty = the whole model.");
 ABSL_FLAG(std::string, batch_policy, "exact",
@@ -26,6 +29,15 @@ ABSL_FLAG(absl::Duration, idle_ttl, absl::Minutes(10),
           "A session without work for this long is evicted.");
 ABSL_FLAG(absl::Duration, lru_min_idle, absl::Seconds(10),
           "When all slots are taken, a session idle for this long gives way to a new one.");
+
+ABSL_FLAG(uint32_t, threads, 0, "Compute threads, 0 = one per hardware thread.");
+ABSL_FLAG(uint32_t, poll, 0,
+          "How long compute threads spin between steps before they sleep, 0-100. Spinning saves "
+          "wake-ups where the cores are this worker's own.");
+ABSL_FLAG(std::string, kv_type, "f16", "Cache element type: f16, f32 or q8_0.");
+ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that this CPU runs.");
+ABSL_FLAG(uint64_t, memory_budget, 0,
+          "Refuse to load when weights, caches and compute buffers need more bytes. 0 = no bound.");
 
 ABSL_FLAG(uint32_t, fake_layers, 8, "Fake engine: layers of the whole model.");
 ABSL_FLAG(uint32_t, fake_width, 16, "Fake engine: floats per token at a seam.");
@@ -56,6 +68,14 @@ absl::StatusOr<BatchPolicy> ParseBatchPolicy(absl::string_view text) {
   if (text == "exact") return BatchPolicy::kExact;
   if (text == "shared") return BatchPolicy::kShared;
   return Invalid(absl::StrCat("expected --batch_policy exact or shared, got '", text, "'"));
+}
+
+absl::StatusOr<LlamaEngineOptions::KvType> ParseKvType(absl::string_view text) {
+  using KvType = LlamaEngineOptions::KvType;
+  if (text == "f16") return KvType::kF16;
+  if (text == "f32") return KvType::kF32;
+  if (text == "q8_0") return KvType::kQ8_0;
+  return Invalid(absl::StrCat("expected --kv_type f16, f32 or q8_0, got '", text, "'"));
 }
 
 absl::StatusOr<FakeEngineOptions::Malformed> ParseMalformed(absl::string_view text) {
@@ -98,6 +118,45 @@ absl::StatusOr<FakeEngineOptions> FakeOptions() {
   return options;
 }
 
+absl::StatusOr<LlamaEngineOptions> LlamaOptions() {
+  LlamaEngineOptions options;
+  const auto range = ParseLayers(absl::GetFlag(FLAGS_layers));
+  if (!range.ok()) return range.status();
+  const auto policy = ParseBatchPolicy(absl::GetFlag(FLAGS_batch_policy));
+  if (!policy.ok()) return policy.status();
+  const auto kv_type = ParseKvType(absl::GetFlag(FLAGS_kv_type));
+  if (!kv_type.ok()) return kv_type.status();
+  options.model_path = absl::GetFlag(FLAGS_model);
+  if (options.model_path.empty()) {
+    return Invalid("expected --model=FILE.gguf, got none; or --engine=fake for a fixture");
+  }
+  options.poll = absl::GetFlag(FLAGS_poll);
+  if (options.poll > 100) {
+    return Invalid(absl::StrCat("expected --poll in [0, 100], got ", options.poll));
+  }
+  options.range = *range;
+  options.batch_policy = *policy;
+  options.kv_type = *kv_type;
+  options.max_sessions = absl::GetFlag(FLAGS_max_sessions);
+  options.context_tokens = absl::GetFlag(FLAGS_context_tokens);
+  options.max_step_tokens = absl::GetFlag(FLAGS_prefill_chunk_tokens);
+  options.threads = absl::GetFlag(FLAGS_threads);
+  options.cpu_variant = absl::GetFlag(FLAGS_cpu_variant);
+  options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget);
+  options.idle_ttl = absl::GetFlag(FLAGS_idle_ttl);
+  options.lru_min_idle = absl::GetFlag(FLAGS_lru_min_idle);
+  return options;
+}
+
+// Warnings and errors of llama.cpp become log lines; the rest is its own affair.
+LlamaLogSink SinkTo(const Logger* logger) {
+  return [logger](LlamaLogLevel level, absl::string_view line) {
+    if (level != LlamaLogLevel::kWarning && level != LlamaLogLevel::kError) return;
+    logger->Log(level == LlamaLogLevel::kError ? Severity::kError : Severity::kWarning, "llama",
+                {{"message", line}});
+  };
+}
+
 }  // namespace
 
 absl::StatusOr<LayerRange> ParseLayers(absl::string_view text) {
@@ -114,13 +173,20 @@ absl::StatusOr<LayerRange> ParseLayers(absl::string_view text) {
 absl::Status CheckEngineFlags() {
   const std::string engine = absl::GetFlag(FLAGS_engine);
   if (engine == "fake") return FakeOptions().status();
+  if (engine == "llama") return LlamaOptions().status();
   return Invalid(absl::StrCat("expected --engine llama or fake, got '", engine, "'"));
 }
 
-absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags(const Logger*) {
-  const auto options = FakeOptions();
+absl::StatusOr<std::unique_ptr<ShardEngine>> MakeEngineFromFlags(const Logger* logger) {
+  if (absl::GetFlag(FLAGS_engine) == "fake") {
+    const auto options = FakeOptions();
+    if (!options.ok()) return options.status();
+    return MakeFakeEngine(*options);
+  }
+  auto options = LlamaOptions();
   if (!options.ok()) return options.status();
-  return MakeFakeEngine(*options);
+  options->log = SinkTo(logger);
+  return LoadLlamaEngine(*options);
 }
 
 }  // namespace meshnet::worker
