@@ -210,8 +210,7 @@ class GrpcCluster : public TestCluster {
     }
     void Pass() {
       absl::MutexLock lock(&mu);
-      mu.Await(absl::Condition(
-          +[](bool* value) { return !*value; }, &paused));
+      mu.Await(absl::Condition(+[](bool* value) { return !*value; }, &paused));
     }
   };
 
