@@ -56,6 +56,9 @@ _STAGES = flags.DEFINE_integer("stages", 2, "Worker processes in the chain.", lo
 _PROMPT = flags.DEFINE_string("prompt", "What is gravity?", "The question.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer, in tokens.", lower_bound=1)
 _MODEL = flags.DEFINE_string("model", None, "A GGUF file to use instead of the fetched SmolLM2.")
+_THREADS = flags.DEFINE_integer(
+    "threads", 0, "Compute threads of each worker, 0 = one per core.", lower_bound=0
+)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
 
@@ -105,6 +108,7 @@ async def run_demo(
     prompt: str,
     max_tokens: int,
     show_text: Callable[[str], None],
+    threads: int = 0,
 ) -> DemoResult:
     """Runs chain and whole model; `show_text` gets the answer as it comes.
 
@@ -115,17 +119,17 @@ async def run_demo(
     # A token is at least a byte; the rest is room for what the chat template adds.
     context = max_tokens + len(prompt.encode()) + _TEMPLATE_TOKENS
     # Equal on all workers, as part of the recipe. One session at a time needs one slot's memory.
-    flags = ("--max_sessions=1", f"--context_tokens={context}")
+    worker_flags = ("--max_sessions=1", f"--context_tokens={context}", f"--threads={threads}")
     async with contextlib.AsyncExitStack() as stack:
         with progress.working("starting the whole model, for comparison"):
             whole_cluster = await stack.enter_async_context(
-                LocalCluster([WorkerSpec(model=model, flags=flags)])
+                LocalCluster([WorkerSpec(model=model, flags=worker_flags)])
             )
             whole = await stack.enter_async_context(await open_route(whole_cluster.endpoints))
         ranges = split_layers(whole.capabilities[0].model_layers, stages)
         with progress.working(f"starting {stages} workers"):
             cluster = await stack.enter_async_context(
-                LocalCluster([WorkerSpec(layers, model, flags) for layers in ranges])
+                LocalCluster([WorkerSpec(layers, model, worker_flags) for layers in ranges])
             )
             chain = await stack.enter_async_context(await open_route(cluster.endpoints))
         token_ids = await chat_token_ids(chain.head, [ChatMessage("user", prompt)])
@@ -302,6 +306,7 @@ async def _run(model: pathlib.Path, show_text: Callable[[str], None]) -> DemoRes
         prompt=_PROMPT.value,
         max_tokens=_MAX_TOKENS.value,
         show_text=show_text,
+        threads=_THREADS.value,
     )
 
 

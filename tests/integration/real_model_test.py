@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -272,7 +273,7 @@ async def demo(*arguments: str) -> tuple[int, str, str]:
 
 async def test_the_demo_for_scripts(model: pathlib.Path) -> None:
     code, stdout, stderr = await demo(
-        "--json", f"--model={model}", "--stages=3", "--max-tokens=40", "--prompt=Count to five."
+        "--json", f"--model={model}", "--stages=3", "--max-tokens=40", "--threads=1"
     )
     assert code == 0, stderr
     result = json.loads(stdout)
@@ -288,11 +289,46 @@ async def test_the_demo_for_scripts(model: pathlib.Path) -> None:
 
 
 async def test_the_demo_for_people(model: pathlib.Path) -> None:
-    code, stdout, stderr = await demo(f"--model={model}", "--max_tokens=24", "--prompt=Hello")
+    code, stdout, stderr = await demo(
+        f"--model={model}", "--max_tokens=24", "--prompt=Hello", "--threads=1"
+    )
     assert code == 0, stderr
     assert stdout.startswith("Hello")
     assert "parity: identical (" in stdout
     assert "[15, 30)" in stdout
+
+
+async def test_an_interrupted_demo_leaves_nothing_behind(model: pathlib.Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "meshnet_gguf.demo",
+        f"--model={model}",
+        "--max_tokens=1000",
+        "--threads=1",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(END):
+        assert await process.stdout.read(1)  # the answer has begun
+        started = children(process.pid)
+        assert len(started) == 3
+        process.send_signal(signal.SIGINT)
+        _, stderr = await process.communicate()
+    assert process.returncode == 130
+    assert stderr.endswith(b"demo: interrupted\n")
+    assert not any(exists(pid) for pid in started)
+
+
+def exists(pid: int) -> bool:
+    return pathlib.Path(f"/proc/{pid}").exists()
+
+
+def children(pid: int) -> list[int]:
+    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
 
 
 async def test_the_demo_says_what_is_wrong(model: pathlib.Path, tmp_path: pathlib.Path) -> None:

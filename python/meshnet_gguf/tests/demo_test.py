@@ -6,6 +6,7 @@ import struct
 import pytest
 import rich.console
 from absl import flags
+from meshnet_gguf import demo
 from meshnet_gguf.demo import (
     DemoResult,
     StageResult,
@@ -13,6 +14,9 @@ from meshnet_gguf.demo import (
     parse_flags,
     print_table,
 )
+from meshnet_gguf.errors import MeshnetError
+
+from proto.meshnet.shard.v1 import errors_pb2
 
 STAGE = StageResult(
     stage=0,
@@ -104,6 +108,42 @@ def test_the_json_object_has_what_scripts_read() -> None:
         assert name in object_
     assert RESULT.identical
     assert not dataclasses.replace(RESULT, parity="different").identical
+
+
+@pytest.mark.parametrize(("parity", "code"), [("identical", 0), ("different", 1)])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_exit_code_tells_whether_the_answers_agree(
+    parity: str,
+    code: int,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run(*_: object) -> DemoResult:
+        return dataclasses.replace(RESULT, parity=parity)
+
+    monkeypatch.setattr(demo, "_run", run)
+    rest = parse_flags(["demo", "--model=/no/matter", f"--json={as_json}".lower()])
+    assert demo.main(rest) == code
+    output = capsys.readouterr().out
+    if as_json:
+        assert json.loads(output)["parity"] == parity
+        assert output.count("\n") == 1
+    else:
+        assert f"parity: {parity} " in output
+
+
+def test_a_refusal_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run(*_: object) -> DemoResult:
+        raise MeshnetError(errors_pb2.REASON_ARCHITECTURE_UNSUPPORTED, "expected llama, got gpt")
+
+    monkeypatch.setattr(demo, "_run", run)
+    assert demo.main(parse_flags(["demo", "--model=/no/matter"])) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "\ndemo: ARCHITECTURE_UNSUPPORTED: expected llama, got gpt\n"
 
 
 @pytest.mark.parametrize("spelling", ["--max-tokens=7", "--max_tokens=7"])
