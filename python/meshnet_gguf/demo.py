@@ -42,7 +42,7 @@ from meshnet_gguf.client import (
     open_route,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, split_layers
+from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
 from meshnet_gguf.models import fetch_model
 
 __all__ = ["DemoResult", "StageResult", "main", "run_demo"]
@@ -57,7 +57,7 @@ _PROMPT = flags.DEFINE_string("prompt", "What is gravity?", "The question.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer, in tokens.", lower_bound=1)
 _MODEL = flags.DEFINE_string("model", None, "A GGUF file to use instead of the fetched SmolLM2.")
 _THREADS = flags.DEFINE_integer(
-    "threads", 0, "Compute threads of each worker, 0 = one per core.", lower_bound=0
+    "threads", 0, "Compute threads of each worker, 0 = the cores' share of a stage.", lower_bound=0
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
@@ -119,7 +119,11 @@ async def run_demo(
     # A token is at least a byte; the rest is room for what the chat template adds.
     context = max_tokens + len(prompt.encode()) + _TEMPLATE_TOKENS
     # Equal on all workers, as part of the recipe. One session at a time needs one slot's memory.
-    worker_flags = ("--max_sessions=1", f"--context_tokens={context}", f"--threads={threads}")
+    worker_flags = (
+        "--max_sessions=1",
+        f"--context_tokens={context}",
+        f"--threads={threads or share_of_cores(stages)}",
+    )
     async with contextlib.AsyncExitStack() as stack:
         with progress.working("starting the whole model, for comparison"):
             whole_cluster = await stack.enter_async_context(

@@ -31,7 +31,14 @@ from proto.meshnet.shard.v1 import errors_pb2
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["LocalCluster", "WorkerProcess", "WorkerSpec", "split_layers", "worker_binary"]
+__all__ = [
+    "LocalCluster",
+    "WorkerProcess",
+    "WorkerSpec",
+    "share_of_cores",
+    "split_layers",
+    "worker_binary",
+]
 
 _POLL_SECONDS = 0.01
 _FAREWELL_SECONDS = 2.0
@@ -70,6 +77,19 @@ def split_layers(layers: int, stages: int) -> list[LayerRange]:
     length, longer = divmod(layers, stages)
     cuts = [index * length + min(index, longer) for index in range(stages + 1)]
     return [LayerRange(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+def share_of_cores(workers: int) -> int:
+    """Compute threads for each of `workers` that run on this machine at once, at least 1.
+
+    More threads than cores would wait for each other at every step, in the middle of computing.
+    Counts the cores that this process may use, and no more than a container's quota of them.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))  # "max": no quota
+    return max(1, cores // workers)
 
 
 @dataclass(frozen=True)
