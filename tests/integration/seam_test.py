@@ -108,7 +108,7 @@ async def seam(*flags: str, attached: bool = True) -> AsyncIterator[Seam]:
         await fake.wait_idle()
         # Whatever came, the worker lives and serves others.
         async with fake.route.session() as session:
-            assert len((await session.generate([BOS], max_tokens=3).result()).token_ids) == 3
+            assert len((await session.generate([BOS], max_tokens=1).result()).token_ids) == 1
 
 
 def frame(step: int, start: int, tokens: int = 1, **changes: Any) -> frame_pb2.Frame:
@@ -190,10 +190,11 @@ async def test_a_step_drops_what_lies_behind_its_start() -> None:
 
 async def test_steps_under_way_are_bounded_by_credits() -> None:
     # A slow engine: the first steps are still on their way when the one too many comes.
-    async with seam("--fake_delay=1s") as end:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            for step in range(1, 6):  # the refusal may come before the last one is sent
-                await end.send(frame=frame(step, step - 1))
+    async with seam("--fake_delay=2s") as end:
+        await end.send(frame=frame(1, 0))
+        assert (await end.receive()).credit.steps == 1  # the engine has taken it
+        for step in (2, 3, 4):
+            await end.send(frame=frame(step, step - 1))
         assert (await end.refusal()).reason == errors_pb2.REASON_FLOW_CONTROL_VIOLATION
 
 
