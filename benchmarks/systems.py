@@ -8,9 +8,11 @@ only in where the model is.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import pathlib
+import signal
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -149,6 +151,7 @@ class RpcServer:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             server = cls(process, port)
             if await server._listens():
@@ -305,6 +308,12 @@ class System:
         """Ends all its processes, except the workers of a chain."""
         await self.tool.stop()
         await _stop_all(self.proxy, self.servers)
+
+
+def _die_with_parent() -> None:
+    # The other programs notice the end of their stdin; this one would stay.
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _somebody_listens(port: int) -> bool:

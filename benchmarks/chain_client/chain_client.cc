@@ -225,7 +225,7 @@ class ChainClient {
           ", \"seam_bytes_sent\": ", b.seam_bytes_sent() - a.seam_bytes_sent(),
           ", \"return_bytes_sent\": ", b.return_bytes_sent() - a.return_bytes_sent(),
           ", \"resident_bytes\": ", b.resident_bytes(), ", \"owned_tensor_bytes\": ",
-          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_bytes(), "}"));
+          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_budget_bytes(), "}"));
     }
     return absl::StrCat("{\"decode_s\": ", Seconds(to - from), ", \"decode_tokens\": ", decoded,
                         ", \"computed_tokens\": ", sessions_.size() * (rounds + 1),
@@ -325,6 +325,17 @@ int64_t BoundaryBytes(const pb::BoundarySchema& schema) {
   return total;
 }
 
+std::string RecipeJson(const pb::Recipe& recipe) {
+  const auto quoted = [](const std::string& text) {
+    return absl::StrCat("\"", absl::StrReplaceAll(text, {{"\"", "'"}, {"\\", "/"}}), "\"");
+  };
+  std::vector<std::string> fields;
+  for (const pb::RecipeField& field : recipe.fields()) {
+    fields.push_back(absl::StrCat(quoted(field.name()), ": ", quoted(field.value())));
+  }
+  return absl::StrCat("{", absl::StrJoin(fields, ", "), "}");
+}
+
 int Main() {
   ChainClient client;
   if (!client.Connect()) return 2;
@@ -332,6 +343,7 @@ int Main() {
             << ", \"prefill_chunk_tokens\": " << client.tail().prefill_chunk_tokens()
             << ", \"batch_policy\": \"" << pb::BatchPolicy_Name(client.tail().batch_policy())
             << "\", \"boundary_bytes_per_token\": " << BoundaryBytes(client.tail().boundary_in())
+            << ", \"recipe\": " << RecipeJson(client.tail().recipe())
             << ", \"recipe_fingerprint\": \"" << client.tail().recipe().fingerprint() << "\"}"
             << std::endl;
   std::string line;
