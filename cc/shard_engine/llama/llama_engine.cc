@@ -311,9 +311,13 @@ uint32_t LlamaEngine::OutputsOf(const Step& step) const {
 std::vector<LlamaEngine::Group> LlamaEngine::Plan(Group* running) const {
   std::vector<Group> groups;
   if (options_.batch_policy == BatchPolicy::kShared) {
-    // llama.cpp is fastest with sequences in ascending order.
-    std::sort(running->begin(), running->end(),
-              [](const Running& a, const Running& b) { return a.session->slot < b.session->slot; });
+    // llama.cpp computes the same number of rows of every sequence at once, and wants ascending
+    // sequences.
+    std::sort(running->begin(), running->end(), [](const Running& a, const Running& b) {
+      const size_t rows_a = a.step->token_ids.size();
+      const size_t rows_b = b.step->token_ids.size();
+      return rows_a != rows_b ? rows_a < rows_b : a.session->slot < b.session->slot;
+    });
   }
   uint32_t rows = 0;
   uint32_t outputs = 0;
@@ -321,6 +325,7 @@ std::vector<LlamaEngine::Group> LlamaEngine::Plan(Group* running) const {
     const auto more_rows = static_cast<uint32_t>(next.step->token_ids.size());
     const uint32_t more_outputs = OutputsOf(*next.step);
     const bool fits = !groups.empty() && options_.batch_policy == BatchPolicy::kShared &&
+                      groups.back().back().step->token_ids.size() == more_rows &&
                       rows + more_rows <= batch_rows_ && outputs + more_outputs <= batch_outputs_;
     if (!fits) {
       groups.emplace_back();
@@ -656,7 +661,9 @@ absl::StatusOr<ContextPtr> MakeContext(const LlamaEngineOptions& options, llama_
   params.n_batch = batch_rows;
   params.n_ubatch = batch_rows;
   params.n_seq_max = options.max_sessions;
-  params.kv_unified = options.batch_policy == BatchPolicy::kShared;
+  // A stream per slot: attention walks over a session's own cells only, and their placement depends
+  // on nothing else.
+  params.kv_unified = false;
   // Bounds the compute buffer: the logits of a whole chunk would dwarf everything else in it.
   params.n_outputs_max = tail ? batch_outputs : 0;
   params.n_threads = static_cast<int32_t>(options.threads);
@@ -683,8 +690,8 @@ absl::StatusOr<ContextPtr> MakeContext(const LlamaEngineOptions& options, llama_
 }
 
 // What can change a bit of a result, and nothing else. Not here: the range, the number of slots and
-// the context's length (under `exact` a slot's cells and padding do not depend on them; under
-// `shared` nothing is promised to be equal), polling, limits and budgets.
+// the context's length (a slot's cells and padding do not depend on them), polling, limits and
+// budgets.
 std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOptions& options,
                                                             const ArtifactHeader& header,
                                                             const std::string& artifact_sha256,
@@ -709,7 +716,7 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
       // then.
       {"flash_attention_threads",
        options.flash_attention ? absl::StrCat(options.threads) : std::string("any")},
-      {"kv_layout", exact ? "slot" : "pool"},
+      {"kv_layout", "slot"},
       {"kv_type", kv_type},
       {"llama_cpp_commit", llama_cpp::kCommit},
       {"llama_cpp_patches_sha256", llama_cpp::kPatchStackSha256},
@@ -825,11 +832,8 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   loaded.model = *std::move(model);
   loaded.capability =
       MakeCapability(loaded.options, *header, *sha256, *variant, loaded.model.get());
-  // A shared call may hold a prefill chunk and a decode row of every other session.
+  // A prefill chunk, or a decode row of every session.
   loaded.batch_rows = std::max(options.max_step_tokens, options.max_sessions);
-  if (options.batch_policy == BatchPolicy::kShared) {
-    loaded.batch_rows = options.max_step_tokens + options.max_sessions;
-  }
   loaded.batch_outputs = std::max(options.max_logit_rows, options.max_sessions);
   absl::StatusOr<ContextPtr> context =
       MakeContext(loaded.options, loaded.model.get(), loaded.capability.is_tail(),

@@ -7,11 +7,12 @@
 //
 // One llama_model and one llama_context per engine; a session is one of the context's sequences.
 //
-//   BatchPolicy::kExact   every slot has a KV stream of its own and every step is a llama_decode of
-//                         its own: placement in memory, padding and batch shape of a session depend
-//                         on nothing but the session.
-//   BatchPolicy::kShared  one pool of cells and one llama_decode for the rows of all steps, sorted
-//                         by slot.
+// Every slot has a KV stream of its own, so placement in memory and padding depend on nothing but
+// the session.
+//
+//   BatchPolicy::kExact   every step is a llama_decode of its own: its batch shape is its own, too.
+//   BatchPolicy::kShared  steps with equally many rows (all decode steps, above all) are one
+//                         llama_decode, sorted by slot.
 //
 // Dense models of the `llama` architecture only. llama.cpp's logger is process-wide: the sink of
 // the engine loaded last gets every line.

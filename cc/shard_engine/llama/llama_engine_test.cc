@@ -172,7 +172,9 @@ TEST(LlamaRecipeTest, EveryFieldThatChangesNumbersChangesTheFingerprint) {
   };
   const std::string base = fingerprint([](LlamaEngineOptions*) {});
   const std::vector<std::function<void(LlamaEngineOptions*)>> same = {
-      [](LlamaEngineOptions* o) { o->range = {1, 3}; },
+      [](LlamaEngineOptions* o) {
+        o->range = {1, 3};
+      },
       [](LlamaEngineOptions* o) { o->max_sessions = 2; },
       [](LlamaEngineOptions* o) { o->context_tokens = 512; },
       [](LlamaEngineOptions* o) { o->poll = 100; },
@@ -273,8 +275,18 @@ TEST(LlamaEngineTest, SharedStepsBeyondOneCallAreCut) {
     ASSERT_TRUE(output.status.ok()) << output.status;
     EXPECT_EQ(output.cached_tokens, 16u);
   }
-  // 24 rows fit a call (16 + 8 slots): one step each.
+  // A call takes 16 rows: one step each. Decode steps share one.
   EXPECT_EQ((*engine)->metrics().engine_calls, 8u);
+  for (Step& step : steps) {
+    step.start_position = 16;
+    step.token_ids = absl::MakeConstSpan(tokens).first(1);
+  }
+  ASSERT_TRUE((*engine)->Execute(steps, &outputs).ok());
+  EXPECT_EQ((*engine)->metrics().engine_calls, 9u);
+  for (const StepOutput& output : outputs) {
+    EXPECT_EQ(output.cached_tokens, 17u);
+    EXPECT_EQ(output.token->token_id, outputs[0].token->token_id) << "equal sessions";
+  }
 }
 
 TEST(LlamaEngineTest, LogLinesAreWhole) {
