@@ -220,8 +220,13 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
   bool read_paused_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-// Channels by endpoint. One that has broken is not kept: the next dial connects afresh instead of
-// waiting for gRPC's back-off, so that a restarted peer is found at once.
+// Channels by endpoint. One that has broken is not used again: the next dial connects afresh
+// instead of waiting for gRPC's back-off, so that a restarted peer is found at once.
+//
+// gRPC's callback threads end with the last channel or server that uses them, and whoever destroys
+// that one joins them. On one of those threads itself, where streams end, that would be fatal. So
+// streams never own the last share of a channel: the pool keeps the newest of the broken ones, and
+// Close, called by the dialer's owner, waits for the streams before it lets go of the channels.
 class ChannelPool {
  public:
   explicit ChannelPool(const GrpcTransportOptions& options) : options_(options) {}
@@ -233,6 +238,53 @@ class ChannelPool {
       channels_.splice(channels_.begin(), channels_, it);
       return channels_.front().second;
     }
+    channels_.emplace_front(endpoint, Connect(endpoint));
+    if (channels_.size() > kMaxChannels) {
+      retired_.push_back(std::move(channels_.back().second));
+      channels_.pop_back();
+    }
+    return channels_.front().second;
+  }
+
+  void Forget(const std::string& endpoint, const grpc::Channel* channel) {
+    absl::MutexLock lock(&mu_);
+    for (auto it = channels_.begin(); it != channels_.end(); ++it) {
+      if (it->first != endpoint || it->second.get() != channel) continue;
+      while (!retired_.empty() && retired_.front().use_count() == 1) retired_.pop_front();
+      retired_.push_back(std::move(it->second));
+      channels_.erase(it);
+      return;
+    }
+  }
+
+  void StreamBegins() {
+    absl::MutexLock lock(&mu_);
+    ++streams_;
+  }
+
+  void StreamEnds() {
+    absl::MutexLock lock(&mu_);
+    --streams_;
+  }
+
+  void Close() {
+    std::list<std::shared_ptr<grpc::Channel>> channels;
+    {
+      absl::MutexLock lock(&mu_);
+      const bool done = mu_.AwaitWithTimeout(
+          absl::Condition(+[](int* streams) { return *streams == 0; }, &streams_), kStreamsMayEnd);
+      for (auto& [endpoint, channel] : channels_) channels.push_back(std::move(channel));
+      channels.splice(channels.end(), retired_);
+      channels_.clear();
+      // A handler that never returns: better a leak at the end of the process than its death.
+      if (!done) new std::list<std::shared_ptr<grpc::Channel>>(std::move(channels));
+    }
+  }
+
+ private:
+  static constexpr absl::Duration kStreamsMayEnd = absl::Seconds(5);
+
+  std::shared_ptr<grpc::Channel> Connect(const std::string& endpoint) const {
     grpc::ChannelArguments arguments;
     for (const auto& [name, value] : TransportArguments(options_)) arguments.SetInt(name, value);
     arguments.SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
@@ -241,27 +293,33 @@ class ChannelPool {
     if (!options_.tls_target_name.empty()) {
       arguments.SetSslTargetNameOverride(options_.tls_target_name);
     }
-    channels_.emplace_front(endpoint,
-                            grpc::CreateCustomChannel(endpoint,
-                                                      options_.credentials != nullptr
-                                                          ? options_.credentials
-                                                          : grpc::InsecureChannelCredentials(),
-                                                      arguments));
-    if (channels_.size() > kMaxChannels) channels_.pop_back();
-    return channels_.front().second;
+    return grpc::CreateCustomChannel(
+        endpoint,
+        options_.credentials != nullptr ? options_.credentials : grpc::InsecureChannelCredentials(),
+        arguments);
   }
 
-  void Forget(const std::string& endpoint, const grpc::ChannelInterface* channel) {
-    absl::MutexLock lock(&mu_);
-    channels_.remove_if([&](const auto& entry) {
-      return entry.first == endpoint && entry.second.get() == channel;
-    });
-  }
-
- private:
   const GrpcTransportOptions options_;
   absl::Mutex mu_;
+  // Most recently used first.
   std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_ ABSL_GUARDED_BY(mu_);
+  // No longer dialed; the newest stays.
+  std::list<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);
+  int streams_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// Counts a stream for as long as any part of it exists.
+class StreamCount {
+ public:
+  explicit StreamCount(std::shared_ptr<ChannelPool> pool) : pool_(std::move(pool)) {
+    pool_->StreamBegins();
+  }
+  ~StreamCount() { pool_->StreamEnds(); }
+  StreamCount(const StreamCount&) = delete;
+  StreamCount& operator=(const StreamCount&) = delete;
+
+ private:
+  const std::shared_ptr<ChannelPool> pool_;
 };
 
 class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
@@ -270,7 +328,8 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
  public:
   ClientStream(std::shared_ptr<ChannelPool> pool, std::string endpoint,
                std::shared_ptr<StreamHandler> handler, uint64_t outbound_bytes)
-      : pool_(std::move(pool)),
+      : count_(pool),
+        pool_(std::move(pool)),
         endpoint_(std::move(endpoint)),
         channel_(pool_->Get(endpoint_)),
         stub_(channel_),
@@ -371,6 +430,8 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
     StartWritesDone();
   }
 
+  // First, so that it goes last: after all that holds a share of the channel.
+  const StreamCount count_;
   const std::shared_ptr<ChannelPool> pool_;
   const std::string endpoint_;
   const std::shared_ptr<grpc::Channel> channel_;
@@ -392,6 +453,7 @@ class GrpcDialer : public Dialer {
  public:
   explicit GrpcDialer(const GrpcTransportOptions& options)
       : options_(options), pool_(std::make_shared<ChannelPool>(options)) {}
+  ~GrpcDialer() override { pool_->Close(); }
 
   absl::Status Dial(Method method, const std::string& endpoint, const std::string& route_token,
                     std::shared_ptr<StreamHandler> handler,

@@ -26,9 +26,10 @@ inline constexpr char kRouteTokenKey[] = "meshnet-route-token";
 struct GrpcTransportOptions {
   // Bytes that may wait in one stream before it says that it is not writable.
   uint64_t outbound_bytes = 1 << 20;
-  // A peer that answers no ping for keepalive_timeout is gone.
-  absl::Duration keepalive_time = absl::Milliseconds(500);
-  absl::Duration keepalive_timeout = absl::Seconds(1);
+  // A peer that answers no ping for keepalive_timeout is gone. (One whose process dies is noticed
+  // at once.) On a busy machine a healthy process may well be silent for a second or two.
+  absl::Duration keepalive_time = absl::Seconds(1);
+  absl::Duration keepalive_timeout = absl::Seconds(5);
   uint64_t max_message_bytes = 64 << 20;
   // Null: plaintext. TLS endpoints are verified against `tls_target_name` when it is set.
   std::shared_ptr<grpc::ChannelCredentials> credentials;
@@ -40,6 +41,7 @@ struct GrpcTransportOptions {
 // Keepalive, flow control and proxies as channel arguments, the same at both ends.
 std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportOptions& options);
 
+// Its destructor waits for the streams that it has dialed; end them first.
 std::unique_ptr<Dialer> MakeGrpcDialer(const GrpcTransportOptions& options);
 
 // Deletes itself when the call is done. `acceptor` must outlive the server.

@@ -59,9 +59,8 @@ ABSL_FLAG(absl::Duration, dial_timeout, absl::Milliseconds(1500),
           "Time for the next stage to accept a call.");
 ABSL_FLAG(absl::Duration, open_timeout, absl::Seconds(10),
           "Time for the later stages to agree to a route.");
-ABSL_FLAG(absl::Duration, keepalive_time, absl::Milliseconds(500),
-          "Ping a silent peer after this long.");
-ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(1),
+ABSL_FLAG(absl::Duration, keepalive_time, absl::Seconds(1), "Ping a silent peer after this long.");
+ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(5),
           "A peer that does not answer a ping for this long is gone.");
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
           "After SIGTERM or SIGINT running sessions may go on for this long.");
@@ -76,6 +75,9 @@ ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.
 
 namespace meshnet::worker {
 namespace {
+
+// For peers to read the last messages before their connections close.
+constexpr absl::Duration kFarewell = absl::Milliseconds(500);
 
 constexpr char kVersion[] = "0.1.0";
 
@@ -334,11 +336,15 @@ class Process {
 
   void Drain() {
     const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
+    const bool had_sessions = worker_.has_sessions();
     worker_.BeginDrain(deadline);
     while (worker_.has_sessions() && absl::Now() < deadline) {
       if (WaitReadable(signal_fd_, absl::Now() + absl::Milliseconds(20))) break;
     }
     worker_.Stop();
+    // What the last sessions were told is still on its way: a connection that closes while its peer
+    // sends loses what the peer has not read yet.
+    if (had_sessions) absl::SleepFor(kFarewell);
     server_->Shutdown(absl::Seconds(1));
   }
 

@@ -172,9 +172,7 @@ TEST(LlamaRecipeTest, EveryFieldThatChangesNumbersChangesTheFingerprint) {
   };
   const std::string base = fingerprint([](LlamaEngineOptions*) {});
   const std::vector<std::function<void(LlamaEngineOptions*)>> same = {
-      [](LlamaEngineOptions* o) {
-        o->range = {1, 3};
-      },
+      [](LlamaEngineOptions* o) { o->range = {1, 3}; },
       [](LlamaEngineOptions* o) { o->max_sessions = 2; },
       [](LlamaEngineOptions* o) { o->context_tokens = 512; },
       [](LlamaEngineOptions* o) { o->poll = 100; },

@@ -63,10 +63,11 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", 1),
         # A worker is an address of ours, never something behind a web proxy.
         ("grpc.enable_http_proxy", 0),
-        # A head that hangs, or whose machine is gone, is noticed within three seconds.
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 2000),
-        ("grpc.http2.ping_timeout_ms", 2000),
+        # A head that hangs, or whose machine is gone, is noticed within ten seconds. (One that dies
+        # is noticed at once.) On a busy machine a healthy process may well be silent for seconds.
+        ("grpc.keepalive_time_ms", 2000),
+        ("grpc.keepalive_timeout_ms", 8000),
+        ("grpc.http2.ping_timeout_ms", 8000),
         ("grpc.http2.max_pings_without_data", 0),
         # A worker that comes back is found again at once, not after gRPC's backoff of many seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
