@@ -416,7 +416,7 @@ TEST_P(SeamTest, TheEndOfEitherStreamFreesTheSession) {
   EXPECT_TRUE(cluster_->WaitUntil([&] { return by_seam->back.closed(); }));
   const auto by_return = ToTail("b");
   by_return->back.stream->Close(absl::OkStatus());
-  EXPECT_EQ(by_return->WaitRefusal(), v1::REASON_CANCELLED);
+  EXPECT_EQ(by_return->WaitRefusal(), v1::REASON_PEER_LOST);
   EXPECT_TRUE(AllFree());
 }
 

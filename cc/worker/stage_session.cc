@@ -210,7 +210,14 @@ void StageSession::OnReturnWritable() {
 void StageSession::OnReturnClosed() {
   if (ended()) return;
   return_.reset();
-  EndHere(MakeError(v1::REASON_CANCELLED, "the head closed its return stream or went away"));
+  // A head that has ended the session reads nothing of it any more. One that has not has lost its
+  // line to this stage, and hears of it by way of the seam.
+  const absl::Status gone = MakeError(
+      v1::REASON_PEER_LOST, "the return stream broke: the head closed it, or the line was lost");
+  upstream_->Send(ErrorMessage(gone, range_));
+  core_->CloseAccepted(upstream_, gone);
+  upstream_.reset();
+  EndHere(MakeError(v1::REASON_CANCELLED, gone.message()));
 }
 
 void StageSession::SendReturn(Payload payload) {
