@@ -62,6 +62,8 @@ _WORKER_FLAGS = flags.DEFINE_list("worker_flags", [], "Further flags of every wo
 _BINARIES = flags.DEFINE_string("binaries", None, "Folder with the programs, for builds by hand")
 
 _CONTEXT_TOKENS = 1024
+# llama.cpp's own default for the rows of one graph.
+_CHUNK_TOKENS = 512
 _BUSY = 0.1
 
 
@@ -303,6 +305,7 @@ def _worker_specs(plan: Plan, model: pathlib.Path, layers: int) -> list[WorkerSp
         "--poll=0",
         f"--max_sessions={max(plan.sessions)}",
         f"--context_tokens={_CONTEXT_TOKENS}",
+        f"--prefill_chunk_tokens={_CHUNK_TOKENS}",
         "--batch_policy=shared",
         "--die_with_parent",
         *_WORKER_FLAGS.value,

@@ -176,7 +176,9 @@ class ChainClient {
     for (size_t i = 0; i < prompts.size(); ++i) {
       sessions_.push_back(std::make_unique<Session>(stubs_[0].get(), NewSession()));
     }
+    const std::vector<pb::Metrics> before = Metrics();
     ForEachSession([&](size_t i) { sessions_[i]->Generate(prompts[i], 1); });
+    const std::vector<pb::Metrics> after = Metrics();
     if (const std::string error = Error(); !error.empty()) return error;
     double prefill_s = 0;
     std::vector<std::string> ttft_ms;
@@ -186,7 +188,8 @@ class ChainClient {
       ttft_ms.push_back(absl::StrCat(seconds * 1e3));
     }
     return absl::StrCat("{\"prefill_s\": ", prefill_s, ", \"ttft_ms\": [",
-                        absl::StrJoin(ttft_ms, ", "), "], \"token_ids\": ", TokenIds(), "}");
+                        absl::StrJoin(ttft_ms, ", "), "], \"stages\": [", Stages(before, after),
+                        "], \"token_ids\": ", TokenIds(), "}");
   }
 
   std::string Decode(uint32_t rounds) {
@@ -214,23 +217,10 @@ class ChainClient {
           std::count_if(session->times.begin(), session->times.end(),
                         [&](TimePoint time) { return time > from && time <= to; }));
     }
-    std::vector<std::string> stages;
-    for (size_t i = 0; i < before.size(); ++i) {
-      const pb::Metrics& a = before[i];
-      const pb::Metrics& b = after[i];
-      stages.push_back(absl::StrCat(
-          "{\"engine_calls\": ", b.engine_calls() - a.engine_calls(), ", \"engine_us\": ",
-          b.decode_engine_us() + b.prefill_engine_us() - a.decode_engine_us() -
-              a.prefill_engine_us(),
-          ", \"seam_bytes_sent\": ", b.seam_bytes_sent() - a.seam_bytes_sent(),
-          ", \"return_bytes_sent\": ", b.return_bytes_sent() - a.return_bytes_sent(),
-          ", \"resident_bytes\": ", b.resident_bytes(), ", \"owned_tensor_bytes\": ",
-          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_budget_bytes(), "}"));
-    }
     return absl::StrCat("{\"decode_s\": ", Seconds(to - from), ", \"decode_tokens\": ", decoded,
                         ", \"computed_tokens\": ", sessions_.size() * (rounds + 1),
-                        ", \"stages\": [", absl::StrJoin(stages, ", "),
-                        "], \"token_ids\": ", TokenIds(), "}");
+                        ", \"stages\": [", Stages(before, after), "], \"token_ids\": ", TokenIds(),
+                        "}");
   }
 
   bool has_sessions() const { return !sessions_.empty(); }
@@ -276,6 +266,25 @@ class ChainClient {
       return absl::StrCat("{\"error\": \"", what, "\"}");
     }
     return "";
+  }
+
+  // What each worker counted between two looks at its metrics, and what it holds.
+  static std::string Stages(const std::vector<pb::Metrics>& before,
+                            const std::vector<pb::Metrics>& after) {
+    std::vector<std::string> stages;
+    for (size_t i = 0; i < before.size(); ++i) {
+      const pb::Metrics& a = before[i];
+      const pb::Metrics& b = after[i];
+      stages.push_back(absl::StrCat(
+          "{\"engine_calls\": ", b.engine_calls() - a.engine_calls(), ", \"engine_us\": ",
+          b.decode_engine_us() + b.prefill_engine_us() - a.decode_engine_us() -
+              a.prefill_engine_us(),
+          ", \"seam_bytes_sent\": ", b.seam_bytes_sent() - a.seam_bytes_sent(),
+          ", \"return_bytes_sent\": ", b.return_bytes_sent() - a.return_bytes_sent(),
+          ", \"resident_bytes\": ", b.resident_bytes(), ", \"owned_tensor_bytes\": ",
+          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_budget_bytes(), "}"));
+    }
+    return absl::StrJoin(stages, ", ");
   }
 
   std::string TokenIds() const {
