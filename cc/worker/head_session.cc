@@ -13,7 +13,6 @@ namespace {
 
 // What an event needs beside its logits.
 constexpr uint64_t kEventBytes = 64 << 10;
-constexpr uint32_t kRetryHintMs = 500;
 
 class ReturnHandler : public StreamHandler {
  public:
