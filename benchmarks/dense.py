@@ -37,7 +37,7 @@ from meshnet_gguf.models import fetch_model
 
 from benchmarks.chart import render
 from benchmarks.results import Bar, Sample, Setting, Stage, evaluate_bars, summarise
-from benchmarks.systems import BenchmarkError, Binaries, System, cores
+from benchmarks.systems import BenchmarkError, Binaries, System, cores, settle
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
 _MODEL = flags.DEFINE_string("model", None, "GGUF of the llama architecture; default: SmolLM2-135M")
@@ -278,6 +278,7 @@ async def _turn(
             setting = Setting(system.name, system.stages, rtt_ms, sessions)
             if system.proxy is not None:
                 await system.proxy.shape(rtt_ms, plan.mbit)
+            await settle(pid for other in systems for pid in other.pids.values())
             sample = await _measure(system, setting, plan)
             samples.setdefault(setting, []).append(sample)
             _say(

@@ -15,16 +15,18 @@ import pathlib
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-__all__ = ["BenchmarkError", "Binaries", "Proxy", "System", "Tool", "resident_mib"]
+__all__ = ["BenchmarkError", "Binaries", "Proxy", "System", "Tool", "resident_mib", "settle"]
 
 _HERE = pathlib.Path(__file__).absolute().parent
 _START_SECONDS = 120.0
 _ANSWER_SECONDS = 300.0
 _MIB = 1024.0
+_SETTLE_SECONDS = 10.0
+_QUIET_SECONDS = 0.1
 
 
 class BenchmarkError(Exception):
@@ -52,6 +54,40 @@ def resident_mib(pid: int) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / _MIB
     raise BenchmarkError(f"expected VmRSS of process {pid}, it has ended")
+
+
+async def settle(pids: Iterable[int]) -> None:
+    """Waits until these processes leave the cores alone.
+
+    ggml's threads go on spinning for a good tenth of a second after their last graph, and would
+    take a core from whoever is measured next. Raises BenchmarkError for processes that never rest.
+    """
+    pids = list(pids)
+    rests_s = 0.0
+    used = _cpu_ticks(pids)
+    for _ in range(int(_SETTLE_SECONDS / _QUIET_SECONDS)):
+        await asyncio.sleep(_QUIET_SECONDS)
+        now = _cpu_ticks(pids)
+        # Pings and timers may cost a tick (10 ms) once in a while.
+        rests_s = rests_s + _QUIET_SECONDS if now - used <= 1 else 0.0
+        used = now
+        if rests_s >= 2 * _QUIET_SECONDS:
+            return
+    raise BenchmarkError(
+        f"expected processes {pids} to rest between measurements, they computed for "
+        f"{_SETTLE_SECONDS:g} s"
+    )
+
+
+def _cpu_ticks(pids: Iterable[int]) -> int:
+    """User and system time of all threads of these processes, in clock ticks."""
+    total = 0
+    for pid in pids:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        # The second field is the name, in parentheses, and may hold blanks.
+        fields = stat.rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total
 
 
 class Tool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 
-from benchmarks.systems import BenchmarkError, Binaries, Proxy, System, Tool, resident_mib
+from benchmarks.systems import BenchmarkError, Binaries, Proxy, System, Tool, resident_mib, settle
 
 PROMPTS = [[65, 66, 67], [70, 71]]
 
@@ -113,6 +115,24 @@ async def test_the_proxys_command_line(binaries: Binaries) -> None:
         await proxy.stop()
     with pytest.raises(BenchmarkError, match="expected HOST:PORT"):
         await Proxy.start(binaries.proxy, ["nowhere"])
+
+
+async def test_measuring_waits_for_others_to_rest() -> None:
+    # Spins until told to stop, then waits for its end.
+    spin = (
+        "import select, sys; print('{}', flush=True)\n"
+        "while not select.select([sys.stdin], [], [], 0)[0]: pass\n"
+        "sys.stdin.readline(); print('{}', flush=True); sys.stdin.read()"
+    )
+    tool = await Tool.start("spinner", [sys.executable, "-c", spin])
+    try:
+        settled = asyncio.create_task(settle([tool.pid]))
+        done, _ = await asyncio.wait([settled], timeout=1)
+        assert not done
+        await tool.ask("rest")
+        await settled
+    finally:
+        await tool.stop()
 
 
 def test_resident_memory_of_this_process() -> None:
