@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "cc/common/sha256.h"
 #include "cc/common/status.h"
@@ -82,6 +83,36 @@ BoundarySchema DenseResidualSchema(uint32_t n_embd) {
                         {{"residual", DType::kF32, {-1, static_cast<int64_t>(n_embd)}},
                          {"positions", DType::kI32, {-1}},
                          {"token_ids", DType::kI32, {-1}}}};
+}
+
+BoundarySchema HyperConnectionSchema(uint32_t streams, uint32_t n_embd) {
+  return BoundarySchema{
+      "deepseek4.mhc",
+      1,
+      {{"residual", DType::kF32, {-1, static_cast<int64_t>(streams), static_cast<int64_t>(n_embd)}},
+       {"positions", DType::kI32, {-1}},
+       {"token_ids", DType::kI32, {-1}}}};
+}
+
+std::vector<TensorSpec> ReservedMtpTensors(uint32_t streams, uint32_t n_embd) {
+  return {
+      {"mtp.hidden",
+       DType::kF32,
+       {-1, static_cast<int64_t>(streams), static_cast<int64_t>(n_embd)}},
+      {"mtp.draft_token_ids", DType::kI32, {-1}},
+  };
+}
+
+std::string SchemaFingerprint(const BoundarySchema& schema) {
+  std::vector<std::pair<std::string, std::string>> fields = {
+      {"schema", absl::StrCat(schema.name, "/", schema.version)}};
+  for (size_t i = 0; i < schema.tensors.size(); ++i) {
+    const TensorSpec& tensor = schema.tensors[i];
+    fields.emplace_back(absl::StrCat("tensor.", i),
+                        absl::StrCat(tensor.name, ":", tensor.dtype == DType::kF32 ? "f32" : "i32",
+                                     ":", absl::StrJoin(tensor.shape, ",")));
+  }
+  return RecipeFingerprint(std::move(fields));
 }
 
 absl::Status ValidateSampling(const SamplingParams& params, uint32_t vocabulary_size) {

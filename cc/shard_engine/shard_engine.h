@@ -104,6 +104,20 @@ struct BoundarySchema {
 
 BoundarySchema DenseResidualSchema(uint32_t n_embd);
 
+// DeepSeek V4: name "deepseek4.mhc", version 1, the residual with all its streams (manifold-
+// constrained hyper-connections) f32 [-1, streams, n_embd], positions and token_ids as above. The
+// ids cross every seam: layers with hash routing choose experts by them. No state of any layer is
+// part of it.
+BoundarySchema HyperConnectionSchema(uint32_t streams, uint32_t n_embd);
+
+// Tensors of a later version of that schema, for multi-token prediction. No version that is served
+// has them: a peer that sends one is refused (TENSOR_UNEXPECTED), and so is EnableMtp().
+std::vector<TensorSpec> ReservedMtpTensors(uint32_t streams, uint32_t n_embd);
+
+// SHA-256 in lower-case hex over name, version and tensors: the same for every quantisation and
+// every cut of a model.
+std::string SchemaFingerprint(const BoundarySchema& schema);
+
 // See SamplingParams in sampling.proto for meaning, order of application and bounds.
 struct SamplingParams {
   float temperature = 0.0f;

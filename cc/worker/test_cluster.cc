@@ -114,7 +114,10 @@ class MemoryCluster : public TestCluster {
     node.dialer = std::make_unique<CuttableDialer>(network_.dialer());
     Authorizer* authorizer = node.spec.authorizer != nullptr ? node.spec.authorizer : &allow_all_;
     node.worker = std::make_unique<Worker>(options, node.dialer.get(), authorizer, &logger_);
-    node.worker->AttachEngine(*MakeFakeEngine(engine)).IgnoreError();
+    node.worker
+        ->AttachEngine(node.spec.make_engine != nullptr ? node.spec.make_engine()
+                                                        : *MakeFakeEngine(engine))
+        .IgnoreError();
     network_.Listen(endpoint, node.worker.get());
   }
 

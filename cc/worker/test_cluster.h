@@ -31,6 +31,8 @@ namespace meshnet::worker {
 struct WorkerSpec {
   LayerRange range;
   FakeEngineOptions engine;
+  // Makes another engine instead; in memory only.
+  std::function<std::unique_ptr<ShardEngine>()> make_engine = nullptr;
   WorkerOptions worker;
   // Null: everybody may do everything.
   Authorizer* authorizer = nullptr;

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
@@ -26,6 +27,32 @@ namespace meshnet {
 namespace {
 
 constexpr size_t kReadBytes = 1 << 20;
+
+struct Architecture {
+  absl::string_view name;
+  // Entries of `name`.* that have to be uint32 above 0: llama.cpp divides by them or asserts on
+  // them.
+  std::vector<absl::string_view> required;
+};
+
+const std::vector<Architecture>& Architectures() {
+  static const auto* architectures = new std::vector<Architecture>{
+      {"llama", {"block_count", "embedding_length", "attention.head_count"}},
+      {"deepseek4",
+       {"block_count", "embedding_length", "attention.head_count", "attention.key_length",
+        "attention.sliding_window", "attention.output_group_count", "attention.output_lora_rank",
+        "attention.indexer.head_count", "attention.indexer.key_length", "attention.indexer.top_k",
+        "hyper_connection.count", "expert_count", "expert_used_count"}},
+  };
+  return *architectures;
+}
+
+const Architecture* FindArchitecture(absl::string_view name) {
+  for (const Architecture& architecture : Architectures()) {
+    if (architecture.name == name) return &architecture;
+  }
+  return nullptr;
+}
 
 absl::Status Unreadable(const std::string& path, absl::string_view what) {
   return MakeError(v1::REASON_ARTIFACT_UNREADABLE,
@@ -159,6 +186,10 @@ absl::Status CheckReadable(const std::string& path) {
 
 }  // namespace
 
+bool IsServedArchitecture(absl::string_view architecture) {
+  return FindArchitecture(architecture) != nullptr;
+}
+
 absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
   const absl::Status readable = CheckReadable(path);
   if (!readable.ok()) return readable;
@@ -167,15 +198,25 @@ absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
   ArtifactHeader header;
   header.architecture = StringOf(gguf.get(), "general.architecture");
   if (header.architecture.empty()) return Invalid(path, "general.architecture is missing");
-  if (header.architecture != "llama") return header;
-  header.layers = Uint32Of(gguf.get(), "llama.block_count");
-  // llama.cpp divides by these or asserts on them.
-  for (const char* key :
-       {"llama.block_count", "llama.embedding_length", "llama.attention.head_count"}) {
-    if (Uint32Of(gguf.get(), key) == 0) {
-      return Invalid(path, absl::StrCat("expected ", key, " to be a uint32 above 0"));
+  const Architecture* architecture = FindArchitecture(header.architecture);
+  if (architecture == nullptr) return header;
+  const auto key = [&](absl::string_view name) {
+    return absl::StrCat(header.architecture, ".", name);
+  };
+  for (const absl::string_view name : architecture->required) {
+    if (Uint32Of(gguf.get(), key(name)) == 0) {
+      return Invalid(path, absl::StrCat("expected ", key(name), " to be a uint32 above 0"));
     }
   }
+  header.embedding = Uint32Of(gguf.get(), key("embedding_length"));
+  header.streams = std::max(1u, Uint32Of(gguf.get(), key("hyper_connection.count")));
+  const uint32_t blocks = Uint32Of(gguf.get(), key("block_count"));
+  const uint32_t mtp_blocks = Uint32Of(gguf.get(), key("nextn_predict_layers"));
+  if (mtp_blocks >= blocks) {
+    return Invalid(path, absl::StrCat("all ", blocks, " of its layers are for multi-token ",
+                                      "prediction (", key("nextn_predict_layers"), ")"));
+  }
+  header.layers = blocks - mtp_blocks;
   const std::string tokenizer = StringOf(gguf.get(), "tokenizer.ggml.model");
   if (tokenizer.empty() || tokenizer == "none") {
     return Invalid(path, "it has no tokenizer (tokenizer.ggml.model)");

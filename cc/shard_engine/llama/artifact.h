@@ -6,16 +6,24 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace meshnet {
 
 struct ArtifactHeader {
   std::string architecture;
-  // <architecture>.block_count; 0 for an architecture other than `llama`.
+  // Main layers: without those for multi-token prediction. 0 for an architecture that is not
+  // served.
   uint32_t layers = 0;
+  // Residual streams of a token: 1 for dense models.
+  uint32_t streams = 1;
+  uint32_t embedding = 0;
   // SHA-256 over every tokenizer.* entry, sorted by key.
   std::string tokenizer_sha256;
 };
+
+// Whether the engine can serve models of this general.architecture.
+bool IsServedArchitecture(absl::string_view architecture);
 
 // ARTIFACT_UNREADABLE or ARTIFACT_INVALID. Checks what llama.cpp would answer with an assertion.
 absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path);

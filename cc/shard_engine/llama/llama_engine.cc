@@ -31,9 +31,9 @@
 namespace meshnet {
 namespace {
 
-constexpr absl::string_view kArchitecture = "llama";
-constexpr absl::string_view kAdapter = "dense-llama/1";
+constexpr absl::string_view kDeepSeek4 = "deepseek4";
 constexpr uint32_t kMaxSlots = 256;
+constexpr uint32_t kMaxRollback = 4096;
 constexpr uint32_t kContextMultiple = 256;
 // llama.cpp's fixed parts outside its buffers: graph and scheduler metadata, the batch, thread
 // stacks.
@@ -136,6 +136,8 @@ struct SlotState {
   // Of the cached positions: the penalties' window.
   std::vector<int32_t> tokens;
   Sampler sampler;
+  // The end of everything that was written since the slot was last empty, cut off or not.
+  uint32_t written = 0;
 };
 
 // Everything that LoadLlamaEngine found and made before there is an engine.
@@ -163,6 +165,7 @@ class LlamaEngine : public ShardEngine {
         batch_outputs_(loaded.batch_outputs),
         width_in_(llama_model_boundary_n_embd_in(model_.get())),
         width_out_(llama_model_boundary_n_embd_out(model_.get())),
+        bounded_rollback_(capability_.architecture == kDeepSeek4),
         tokenizer_(model_.get()),
         rows_(loaded.batch_rows),
         batch_rows_(loaded.batch_rows),
@@ -231,9 +234,14 @@ class LlamaEngine : public ShardEngine {
   absl::Status Answer(const Running& running);
   // Logits of a row of the last decode; ENGINE_OUTPUT_INVALID when they are not numbers.
   absl::StatusOr<absl::Span<const float>> LogitsOf(uint32_t row) const;
+  // CACHE_MISS when the state of `slot` cannot go back to `position`.
+  absl::Status CheckRollback(uint32_t slot, uint32_t position) const;
   // Makes the session hold `position` tokens, never more than it has.
   void Shrink(SessionTable::Session* session, uint32_t position);
-  void ClearCells(uint32_t slot, uint32_t position);
+  // Removes what a failed step left behind: the session holds what it held before, or nothing where
+  // its state cannot go back that far.
+  void Undo(const Running& running);
+  bool ClearCells(uint32_t slot, uint32_t position);
   void Fail(absl::string_view what);
 
   static bool ShouldAbort(void* self);
@@ -247,6 +255,8 @@ class LlamaEngine : public ShardEngine {
   const uint32_t batch_outputs_;
   const uint32_t width_in_;
   const uint32_t width_out_;
+  // Only the last so many positions can be cut off.
+  const bool bounded_rollback_;
   const LlamaTokenizer tokenizer_;
   Rows rows_;
   const uint32_t batch_rows_;
@@ -288,6 +298,10 @@ absl::Status LlamaEngine::Admit(const Step& step, SessionTable::Session** sessio
   if (!status.ok()) return status;
   status = CheckPosition(step, capability_, (*session)->cached_tokens);
   if (!status.ok()) return status;
+  if (step.start_position < (*session)->cached_tokens) {
+    status = CheckRollback((*session)->slot, step.start_position);
+    if (!status.ok()) return status;
+  }
   if (OutputsOf(step) > batch_outputs_) {
     return MakeError(v1::REASON_FEATURE_UNSUPPORTED,
                      absl::StrCat("logits of ", OutputsOf(step),
@@ -368,7 +382,7 @@ void LlamaEngine::RunGroup(Group* group) {
   absl::Status status = Decode(group);
   if (!status.ok() && group->size() > 1 && health().ok()) {
     // Whatever one step did to the call is no other step's fault.
-    for (const Running& step : *group) Shrink(step.session, step.step->start_position);
+    for (const Running& step : *group) Undo(step);
     for (const Running& step : *group) {
       Group alone = {step};
       RunGroup(&alone);
@@ -408,6 +422,8 @@ absl::Status LlamaEngine::Decode(Group* group) {
     Shrink(running.session, step.start_position);
     running.first_row = rows_.size();
     const size_t count = step.token_ids.size();
+    uint32_t& written = slots_[running.session->slot].written;
+    written = std::max(written, step.start_position + static_cast<uint32_t>(count));
     const bool last = OutputsOf(step) > 0;
     const bool all = step.output_rows == OutputRows::kAllLogits;
     for (size_t i = 0; i < count; ++i) {
@@ -462,8 +478,7 @@ void LlamaEngine::Finish(Running* running) {
     output.residual.clear();
     output.logits.clear();
     output.token.reset();
-    ClearCells(session->slot, step.start_position);
-    Shrink(session, step.start_position);
+    Undo(*running);
   }
   output.cached_tokens = session->cached_tokens;
 }
@@ -513,20 +528,41 @@ absl::StatusOr<absl::Span<const float>> LlamaEngine::LogitsOf(uint32_t row) cons
   return span;
 }
 
+absl::Status LlamaEngine::CheckRollback(uint32_t slot, uint32_t position) const {
+  const uint32_t written = slots_[slot].written;
+  if (!bounded_rollback_ || position == 0 || position + options_.rollback_tokens >= written) {
+    return absl::OkStatus();
+  }
+  return MakeError(v1::REASON_CACHE_MISS,
+                   absl::StrCat("the session wrote up to position ", written,
+                                " and can go back by at most ", options_.rollback_tokens,
+                                " tokens, not to ", position, "; prefill again from position 0"));
+}
+
 void LlamaEngine::Shrink(SessionTable::Session* session, uint32_t position) {
   if (session->cached_tokens <= position) return;
-  ClearCells(session->slot, position);
+  if (!ClearCells(session->slot, position)) Fail("llama.cpp could not drop a session's cells");
   slots_[session->slot].tokens.resize(position);
   // Shrinking needs no memory and cannot fail.
   table_.SetCached(session, position).IgnoreError();
 }
 
-void LlamaEngine::ClearCells(uint32_t slot, uint32_t position) {
-  const bool whole = position == 0;
-  if (!llama_memory_seq_rm(llama_get_memory(context_.get()), static_cast<llama_seq_id>(slot),
-                           whole ? -1 : static_cast<llama_pos>(position), -1)) {
-    Fail("llama.cpp could not drop a session's cells");
+void LlamaEngine::Undo(const Running& running) {
+  SessionTable::Session* session = running.session;
+  uint32_t position = running.step->start_position;
+  if (!CheckRollback(session->slot, position).ok() || !ClearCells(session->slot, position)) {
+    position = 0;
   }
+  Shrink(session, position);
+  // Also what llama.cpp wrote and the session was not yet said to hold.
+  if (position == 0) ClearCells(session->slot, 0);
+}
+
+bool LlamaEngine::ClearCells(uint32_t slot, uint32_t position) {
+  const bool whole = position == 0;
+  if (whole) slots_[slot].written = 0;
+  return llama_memory_seq_rm(llama_get_memory(context_.get()), static_cast<llama_seq_id>(slot),
+                             whole ? -1 : static_cast<llama_pos>(position), -1);
 }
 
 void LlamaEngine::Fail(absl::string_view what) {
@@ -549,6 +585,10 @@ absl::Status LlamaEngine::Truncate(const SessionKey& key, uint32_t position) {
     return MakeError(v1::REASON_CACHE_MISS,
                      absl::StrCat("cannot truncate to position ", position, ": the session holds ",
                                   (*session)->cached_tokens, " tokens"));
+  }
+  if (position < (*session)->cached_tokens) {
+    const absl::Status possible = CheckRollback((*session)->slot, position);
+    if (!possible.ok()) return possible;
   }
   Shrink(*session, position);
   return health();
@@ -597,6 +637,10 @@ absl::Status CheckOptions(const LlamaEngineOptions& options) {
   }
   if (options.poll > 100) {
     return invalid(absl::StrCat("expected a polling level in [0, 100], got ", options.poll));
+  }
+  if (options.rollback_tokens > kMaxRollback) {
+    return invalid(absl::StrCat("expected to go back by 0 to ", kMaxRollback, " tokens, got ",
+                                options.rollback_tokens));
   }
   if (options.kv_type == LlamaEngineOptions::KvType::kQ8_0 && !options.flash_attention) {
     return invalid("a quantised KV cache needs flash attention; turn it on or use f16");
@@ -658,13 +702,19 @@ absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options, const Laye
 uint32_t AlignedRows(uint32_t rows) { return (rows + 15) / 16 * 16; }
 
 absl::StatusOr<ContextPtr> MakeContext(const LlamaEngineOptions& options, llama_model* model,
-                                       bool tail, uint32_t batch_rows, uint32_t batch_outputs) {
+                                       const Capability& capability, uint32_t batch_rows,
+                                       uint32_t batch_outputs) {
+  const bool tail = capability.is_tail();
+  const bool deepseek4 = capability.architecture == kDeepSeek4;
   llama_context_params params = llama_context_default_params();
   const uint32_t slot_cells =
       (options.context_tokens + kContextMultiple - 1) / kContextMultiple * kContextMultiple;
   params.n_ctx = slot_cells * options.max_sessions;
   params.n_batch = AlignedRows(batch_rows);
-  params.n_ubatch = params.n_batch;
+  // DeepSeek V4 keeps the keys of its window in a ring as long as window, micro-batch and rollback:
+  // the number of sessions must not change where a key lies.
+  params.n_ubatch = deepseek4 ? AlignedRows(options.max_step_tokens) : params.n_batch;
+  params.n_rs_seq = deepseek4 ? options.rollback_tokens : 0;
   params.n_seq_max = options.max_sessions;
   // A stream per slot: attention walks over a session's own cells only, and their placement depends
   // on nothing else.
@@ -694,6 +744,11 @@ absl::StatusOr<ContextPtr> MakeContext(const LlamaEngineOptions& options, llama_
   return context;
 }
 
+BoundarySchema Boundary(const ArtifactHeader& header) {
+  return header.architecture == kDeepSeek4 ? HyperConnectionSchema(header.streams, header.embedding)
+                                           : DenseResidualSchema(header.embedding);
+}
+
 // What can change a bit of a result, and nothing else. Not here: the range, the number of slots and
 // the context's length (a slot's cells and padding do not depend on them), polling, limits and
 // budgets.
@@ -704,14 +759,16 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
                                                             const llama_model* model) {
   const bool exact = options.batch_policy == BatchPolicy::kExact;
   const char* kv_type = ggml_type_name(KvGgmlType(options.kv_type));
-  return {
+  const bool deepseek4 = header.architecture == kDeepSeek4;
+  const BoundarySchema boundary = Boundary(header);
+  std::vector<std::pair<std::string, std::string>> recipe = {
       {"activation_dtype", "f32"},
-      {"adapter", std::string(kAdapter)},
+      {"adapter", deepseek4 ? "deepseek4/1" : "dense-llama/1"},
       {"architecture", header.architecture},
       {"artifact_sha256", artifact_sha256},
       {"backend", "cpu"},
       {"batch_policy", exact ? "exact" : "shared"},
-      {"boundary_schema", "dense.residual/1"},
+      {"boundary_schema", absl::StrCat(boundary.name, "/", boundary.version)},
       // The kernels that run, and whether weights are rearranged for them: each sums in its own
       // order.
       {"cpu_variant", cpu_variant},
@@ -731,6 +788,13 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
       {"tokenizer_sha256", header.tokenizer_sha256},
       {"wire_dtype", "f32"},
   };
+  if (deepseek4) {
+    recipe.emplace_back("boundary_sha256", SchemaFingerprint(boundary));
+    recipe.emplace_back("mtp", "off");
+    // The length of the rings that the window and the compressors keep.
+    recipe.emplace_back("rollback_tokens", absl::StrCat(options.rollback_tokens));
+  }
+  return recipe;
 }
 
 MemoryEstimate Measure(const Loaded& loaded) {
@@ -781,10 +845,8 @@ Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeade
   c.range = {static_cast<uint32_t>(llama_model_layer_begin(model)),
              static_cast<uint32_t>(llama_model_layer_end(model))};
   c.model_layers = static_cast<uint32_t>(llama_model_n_layer(model));
-  const auto width_in = static_cast<uint32_t>(llama_model_boundary_n_embd_in(model));
-  const auto width_out = static_cast<uint32_t>(llama_model_boundary_n_embd_out(model));
-  if (width_in > 0) c.boundary_in = DenseResidualSchema(width_in);
-  if (width_out > 0) c.boundary_out = DenseResidualSchema(width_out);
+  if (!c.is_head()) c.boundary_in = Boundary(header);
+  if (!c.is_tail()) c.boundary_out = Boundary(header);
   c.max_sessions = options.max_sessions;
   c.context_tokens = options.context_tokens;
   c.max_step_tokens = options.max_step_tokens;
@@ -794,6 +856,19 @@ Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeade
   c.owned_tensors = static_cast<uint32_t>(llama_model_loaded_n_tensors(model));
   c.owned_tensor_bytes = llama_model_loaded_size(model);
   return c;
+}
+
+// The header and llama.cpp have to agree on what crosses the seams.
+absl::Status CheckBoundary(const Capability& c, const llama_model* model) {
+  const uint64_t in = c.is_head() ? 0 : c.boundary_in->residual_width();
+  const uint64_t out = c.is_tail() ? 0 : c.boundary_out->residual_width();
+  const auto llama_in = static_cast<uint64_t>(llama_model_boundary_n_embd_in(model));
+  const auto llama_out = static_cast<uint64_t>(llama_model_boundary_n_embd_out(model));
+  if (in == llama_in && out == llama_out) return absl::OkStatus();
+  return MakeError(v1::REASON_ARTIFACT_INVALID,
+                   absl::StrCat("expected seams of ", in, " and ", out,
+                                " floats a token by the file's header, llama.cpp has ", llama_in,
+                                " and ", llama_out));
 }
 
 }  // namespace
@@ -812,10 +887,11 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
 
   const absl::StatusOr<ArtifactHeader> header = ReadArtifactHeader(options.model_path);
   if (!header.ok()) return header.status();
-  if (header->architecture != kArchitecture) {
+  if (!IsServedArchitecture(header->architecture)) {
     return MakeError(v1::REASON_ARCHITECTURE_UNSUPPORTED,
-                     absl::StrCat("expected a model of the `", kArchitecture,
-                                  "` architecture, this one is `", header->architecture, "`"));
+                     absl::StrCat("expected a model of the `llama` or `deepseek4` architecture, "
+                                  "this one is `",
+                                  header->architecture, "`"));
   }
   const absl::StatusOr<LayerRange> range = ResolveRange(options.range, *header);
   if (!range.ok()) return range.status();
@@ -838,12 +914,14 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   loaded.model = *std::move(model);
   loaded.capability =
       MakeCapability(loaded.options, *header, *sha256, *variant, loaded.model.get());
+  status = CheckBoundary(loaded.capability, loaded.model.get());
+  if (!status.ok()) return status;
   // A prefill chunk, or a decode row of every session.
   loaded.batch_rows = std::max(options.max_step_tokens, options.max_sessions);
   loaded.batch_outputs = std::max(options.max_logit_rows, options.max_sessions);
   absl::StatusOr<ContextPtr> context =
-      MakeContext(loaded.options, loaded.model.get(), loaded.capability.is_tail(),
-                  loaded.batch_rows, loaded.batch_outputs);
+      MakeContext(loaded.options, loaded.model.get(), loaded.capability, loaded.batch_rows,
+                  loaded.batch_outputs);
   if (!context.ok()) return context.status();
   loaded.threads = std::make_unique<ThreadPool>(loaded.options.threads, options.poll);
   loaded.context = *std::move(context);

@@ -14,7 +14,15 @@
 //   BatchPolicy::kShared  steps with equally many rows (all decode steps, above all) are one
 //                         llama_decode, sorted by slot.
 //
-// Dense models of the `llama` architecture only. llama.cpp's logger is process-wide: the sink of
+// Architectures: `llama` (dense) and `deepseek4`. The graph, kernels and caches of both are
+// llama.cpp's own; of DeepSeek V4 a stage keeps the raw keys of the window, the compressed keys of
+// CSA and HCA layers, the indexer's keys and the compressors' accumulators of its own layers, in
+// the slot of the session. They are no list of tokens that can be cut anywhere: a session can go
+// back by rollback_tokens from the last position that it ever wrote, or to 0. Anything else is a
+// CACHE_MISS before execution, the same at every stage, and the prompt is prefilled again from
+// position 0.
+//
+// Not executed: multi-token prediction. llama.cpp's logger is process-wide: the sink of
 // the engine loaded last gets every line.
 #ifndef MESHNET_CC_SHARD_ENGINE_LLAMA_LLAMA_ENGINE_H_
 #define MESHNET_CC_SHARD_ENGINE_LLAMA_LLAMA_ENGINE_H_
@@ -56,6 +64,9 @@ struct LlamaEngineOptions {
   // wake-ups where the cores are the stage's own and steals them from other stages where they are
   // not.
   uint32_t poll = 0;
+  // DeepSeek V4: see above; dense models can always go back. Part of the recipe, because all stages
+  // have to answer alike.
+  uint32_t rollback_tokens = 64;
   bool flash_attention = true;
   KvType kv_type = KvType::kF16;
   // Rearrange weights for the CPU's matrix instructions where it has any.

@@ -1,0 +1,157 @@
+// Reads every frame of a DeepSeek V4 run through workers: what crosses a seam is the boundary, bit
+// for bit what the layers before it gave, and nothing else. No cache and no state of any layer.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "cc/shard_engine/engine_chain.h"
+#include "cc/shard_engine/llama/llama_engine.h"
+#include "cc/worker/test_cluster.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/meshnet/shard/v1/frame.pb.h"
+#include "proto/meshnet/shard/v1/shard.pb.h"
+
+namespace meshnet::worker {
+namespace {
+
+constexpr uint64_t kStreams = 4;
+constexpr uint64_t kEmbedding = 128;
+constexpr uint32_t kChunk = 16;
+// A frame's fields beside its payload, generously.
+constexpr size_t kEnvelope = 640;
+
+LlamaEngineOptions OptionsFor(LayerRange range) {
+  LlamaEngineOptions options;
+  options.model_path = std::getenv("DEEPSEEK4_MODEL");
+  options.range = range;
+  options.max_sessions = 2;
+  options.context_tokens = 256;
+  options.max_step_tokens = kChunk;
+  options.threads = 1;
+  return options;
+}
+
+std::unique_ptr<ShardEngine> Load(LayerRange range) {
+  auto engine = LoadLlamaEngine(OptionsFor(range));
+  EXPECT_TRUE(engine.ok()) << engine.status();
+  return engine.ok() ? *std::move(engine) : nullptr;
+}
+
+// One step as it crossed a seam.
+struct Crossing {
+  uint32_t start = 0;
+  uint32_t tokens = 0;
+  std::string payload;
+};
+
+void ExpectTensor(const v1::TensorHeader& tensor, const std::string& name, v1::DType dtype,
+                  const std::vector<uint64_t>& shape) {
+  EXPECT_EQ(tensor.name(), name);
+  EXPECT_EQ(tensor.dtype(), dtype);
+  EXPECT_THAT(tensor.shape(), testing::ElementsAreArray(shape));
+}
+
+TEST(DeepSeek4SeamTest, NothingButTheBoundaryCrosses) {
+  const std::vector<LayerRange> ranges = {{0, 2}, {2, 5}, {5, 8}};
+  FakeNetwork* network = nullptr;
+  const auto cluster = MakeMemoryCluster({}, &network);
+  std::vector<std::string> endpoints;
+  for (const LayerRange& range : ranges) {
+    WorkerSpec spec;
+    spec.range = range;
+    spec.make_engine = [range] { return Load(range); };
+    endpoints.push_back(cluster->Add(spec));
+  }
+
+  // Per receiving endpoint and step.
+  std::map<std::string, std::map<uint64_t, Crossing>> crossings;
+  std::map<v1::SeamMessage::BodyCase, int> kinds;
+  network->SetTap([&](const Passing& passing) {
+    if (passing.method != Method::kSeam) return TapVerdict::kDeliver;
+    v1::SeamMessage message;
+    EXPECT_TRUE(message.ParseFromString(*passing.bytes));
+    ++kinds[message.body_case()];
+    if (!message.has_frame()) {
+      // Openings, credits and receipts: too small to carry anything of a layer.
+      EXPECT_LT(passing.bytes->size(), 4096u) << message.ShortDebugString();
+      return TapVerdict::kDeliver;
+    }
+    EXPECT_EQ(passing.direction, Direction::kToServer) << "a boundary going back";
+    const v1::Frame& frame = message.frame();
+    EXPECT_FALSE(frame.has_reserved_state());
+    EXPECT_LT(passing.bytes->size() - frame.fragment().data().size(), kEnvelope);
+    Crossing& crossing = crossings[passing.endpoint][frame.step()];
+    if (frame.fragment().index() == 0) {
+      crossing.start = frame.start_position();
+      crossing.tokens = frame.token_count();
+      EXPECT_EQ(frame.boundary_schema(), "deepseek4.mhc");
+      EXPECT_EQ(frame.boundary_version(), 1u);
+      EXPECT_EQ(frame.cache().cached_tokens(), frame.start_position());
+      EXPECT_EQ(frame.tensors_size(), 3);
+      if (frame.tensors_size() == 3) {
+        ExpectTensor(frame.tensors(0), "residual", v1::DTYPE_F32,
+                     {frame.token_count(), kStreams, kEmbedding});
+        ExpectTensor(frame.tensors(1), "positions", v1::DTYPE_I32, {frame.token_count()});
+        ExpectTensor(frame.tensors(2), "token_ids", v1::DTYPE_I32, {frame.token_count()});
+      }
+    }
+    crossing.payload += frame.fragment().data();
+    return TapVerdict::kDeliver;
+  });
+
+  TestClient client(cluster.get(), endpoints);
+  ASSERT_TRUE(client.Opened());
+  const std::vector<int32_t> prompt = RandomTokens(512, 150, 3);
+  client.Generate(1, prompt, /*max_tokens=*/12);
+  ASSERT_TRUE(client.WaitFinished(1));
+  const std::vector<int32_t> text = client.tokens(1);
+  ASSERT_FALSE(text.empty());
+  ASSERT_TRUE(client.Close());
+
+  // The same steps through the layers before each seam.
+  std::vector<int32_t> ids = prompt;
+  ids.insert(ids.end(), text.begin(), text.end());
+  EngineChain before;
+  for (size_t seam = 1; seam < ranges.size(); ++seam) {
+    SCOPED_TRACE(absl::StrCat("into layer ", ranges[seam].begin));
+    before.clear();
+    for (size_t i = 0; i < seam; ++i) {
+      before.push_back(Load(ranges[i]));
+      ASSERT_TRUE(before.back()->OpenSession(Key('x'), {}, nullptr).ok());
+    }
+    uint32_t position = 0;
+    for (const auto& [step, crossing] : crossings[endpoints[seam]]) {
+      SCOPED_TRACE(absl::StrCat("step ", step));
+      ASSERT_EQ(crossing.start, position);
+      ASSERT_LE(position + crossing.tokens, ids.size());
+      const auto rows = absl::MakeConstSpan(ids).subspan(position, crossing.tokens);
+      const StepOutput output = RunThrough(before, MakeStep(Key('x'), position, rows));
+      ASSERT_TRUE(output.status.ok()) << output.status;
+      std::vector<int32_t> integers;
+      for (uint32_t i = 0; i < crossing.tokens; ++i) {
+        integers.push_back(static_cast<int32_t>(position + i));
+      }
+      integers.insert(integers.end(), rows.begin(), rows.end());
+      const size_t residual = output.residual.size() * sizeof(float);
+      ASSERT_EQ(crossing.payload.size(), residual + integers.size() * sizeof(int32_t));
+      EXPECT_EQ(std::memcmp(crossing.payload.data(), output.residual.data(), residual), 0);
+      EXPECT_EQ(std::memcmp(crossing.payload.data() + residual, integers.data(),
+                            integers.size() * sizeof(int32_t)),
+                0);
+      position += crossing.tokens;
+    }
+    // All but the last token of the text went through.
+    EXPECT_EQ(position, ids.size() - 1);
+  }
+  EXPECT_GT(kinds[v1::SeamMessage::kFrame], 0);
+}
+
+}  // namespace
+}  // namespace meshnet::worker
