@@ -36,6 +36,9 @@ ABSL_FLAG(uint32_t, poll, 0,
           "wake-ups where the cores are this worker's own.");
 ABSL_FLAG(std::string, kv_type, "f16", "Cache element type: f16, f32 or q8_0.");
 ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that this CPU runs.");
+ABSL_FLAG(uint32_t, rollback_tokens, 64,
+          "DeepSeek V4: how far back a session can go without a new prefill. Part of the recipe: "
+          "equal on all stages of a route.");
 ABSL_FLAG(uint64_t, memory_budget, 0,
           "Refuse to load when weights, caches and compute buffers need more bytes. 0 = no bound.");
 
@@ -142,6 +145,7 @@ absl::StatusOr<LlamaEngineOptions> LlamaOptions() {
   options.max_step_tokens = absl::GetFlag(FLAGS_prefill_chunk_tokens);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.cpu_variant = absl::GetFlag(FLAGS_cpu_variant);
+  options.rollback_tokens = absl::GetFlag(FLAGS_rollback_tokens);
   options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget);
   options.idle_ttl = absl::GetFlag(FLAGS_idle_ttl);
   options.lru_min_idle = absl::GetFlag(FLAGS_lru_min_idle);

@@ -2,11 +2,13 @@
 
 Starts one worker process per stage, each with only its own layers, asks them a question, then runs
 the whole model in one more worker with the same batch shapes and compares. Without --model it
-fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>.
+fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>. --fixture takes a
+small random model that the build makes: it writes gibberish, and parity is the point.
 
 Example:
 
     tools/bazel run //:demo -- --stages 3 --prompt "Name three planets." --max-tokens 48
+    tools/bazel run //:demo -- --stages 4 --fixture deepseek4
 
 Exit code: 0, or 1 when anything fails or the two answers differ.
 """
@@ -44,6 +46,7 @@ from meshnet_gguf.client import (
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
 from meshnet_gguf.models import fetch_model
+from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["DemoResult", "StageResult", "main", "run_demo"]
 
@@ -56,6 +59,7 @@ _STAGES = flags.DEFINE_integer("stages", 2, "Worker processes in the chain.", lo
 _PROMPT = flags.DEFINE_string("prompt", "What is gravity?", "The question.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer, in tokens.", lower_bound=1)
 _MODEL = flags.DEFINE_string("model", None, "A GGUF file to use instead of the fetched SmolLM2.")
+_FIXTURE = flags.DEFINE_enum("fixture", None, ["deepseek4"], "A model of the build instead.")
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Compute threads of each worker, 0 = the cores' share of a stage.", lower_bound=0
 )
@@ -136,7 +140,7 @@ async def run_demo(
                 LocalCluster([WorkerSpec(layers, model, worker_flags) for layers in ranges])
             )
             chain = await stack.enter_async_context(await open_route(cluster.endpoints))
-        token_ids = await chat_token_ids(chain.head, [ChatMessage("user", prompt)])
+        token_ids = await _prompt_token_ids(chain, prompt)
 
         before = await chain.metrics()
         async with chain.session() as session:
@@ -166,6 +170,13 @@ async def run_demo(
         decode_tokens_per_s=answer.decode_tokens_per_second,
         stages=tuple(_stages(chain, before, after, len(token_ids), len(answer.token_ids))),
     )
+
+
+async def _prompt_token_ids(route: Route, prompt: str) -> list[int]:
+    # A model without a chat template gets the bare text and continues it.
+    if (await route.head.vocabulary()).chat_template:
+        return await chat_token_ids(route.head, [ChatMessage("user", prompt)])
+    return await route.head.tokenize(prompt)
 
 
 async def _stream(
@@ -314,19 +325,28 @@ async def _run(model: pathlib.Path, show_text: Callable[[str], None]) -> DemoRes
     )
 
 
+def _model() -> pathlib.Path:
+    if _FIXTURE.value is not None and _MODEL.value is not None:
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID, "expected --model or --fixture, got both"
+        )
+    if _FIXTURE.value is not None:
+        files = pathlib.Path(__file__).parents[2] / "tests" / "fixtures"
+        return files / f"{_FIXTURE.value}_tiny_text.gguf"
+    if _MODEL.value is None:
+        return fetch_model("smollm2")
+    # `bazel run` starts programs elsewhere and says where it was called.
+    called_in = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""))
+    return (called_in / pathlib.Path(_MODEL.value).expanduser()).absolute()
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the demo by its flags; the exit code."""
     if len(argv) > 1:
         sys.stderr.write(f"demo: expected flags only, got {argv[1]!r}; see --help\n")
         return 1
     try:
-        if _MODEL.value is None:
-            model = fetch_model("smollm2")
-        else:
-            # `bazel run` starts programs elsewhere and says where it was called.
-            called_in = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""))
-            model = (called_in / pathlib.Path(_MODEL.value).expanduser()).absolute()
-        result = asyncio.run(_run(model, (lambda _: None) if _JSON.value else _show_on_stdout))
+        result = asyncio.run(_run(_model(), (lambda _: None) if _JSON.value else _show_on_stdout))
     except MeshnetError as error:
         sys.stderr.write(f"\ndemo: {error}\n")
         return 1

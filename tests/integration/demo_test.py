@@ -1,11 +1,14 @@
-"""The demo's way from workers to verdict, on the fake engine."""
+"""The demo's way from workers to verdict, on the fake engine and on a small DeepSeek V4."""
 
 import asyncio
+import os
+import pathlib
 
 import pytest
 from meshnet_gguf.demo import run_demo
 
 END = 60.0
+MODEL = pathlib.Path(os.environ["DEEPSEEK4_MODEL"]).absolute()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
@@ -36,3 +39,25 @@ async def test_the_chain_agrees_with_the_whole_model(stages: int) -> None:
             assert stage.seam_bytes_sent_per_token <= 16 * 4 + 8 + 256
         else:
             assert stage.return_bytes_sent > 0 or stages == 1
+
+
+async def test_deepseek4_over_four_stages_is_the_whole_model() -> None:
+    shown: list[str] = []
+    async with asyncio.timeout(END):
+        result = await run_demo(
+            MODEL,
+            stages=4,
+            prompt="Rivers and mills. " * 30,
+            max_tokens=40,
+            show_text=shown.append,
+            threads=1,
+        )
+    assert result.identical
+    assert result.max_logit_difference == 0
+    assert result.text == "".join(shown)
+    assert len(result.token_ids) == 40
+    assert result.prompt_tokens > 128, "more than the window"
+    assert [stage.layers for stage in result.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    for stage in result.stages[:-1]:
+        # Four streams of 128 floats, a position and a token id for each token.
+        assert 4 * 128 * 4 + 8 <= stage.seam_bytes_sent_per_token <= 4 * 128 * 4 + 8 + 256

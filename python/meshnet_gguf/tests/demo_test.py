@@ -146,6 +146,12 @@ def test_a_refusal_is_one_line_and_exit_code_1(
     assert captured.err == "\ndemo: ARCHITECTURE_UNSUPPORTED: expected llama, got gpt\n"
 
 
+def test_a_fixture_and_a_model_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demo", "--model=/no/matter", "--fixture=deepseek4"]
+    assert demo.main(parse_flags(arguments)) == 1
+    assert "expected --model or --fixture, got both" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("spelling", ["--max-tokens=7", "--max_tokens=7"])
 def test_flags_are_spelt_with_hyphens_or_underscores(spelling: str) -> None:
     assert parse_flags(["demo", spelling, "--prompt=a-b", "--", "--x-y"]) == ["demo", "--x-y"]
