@@ -1,0 +1,402 @@
+"""Route selection: the cheapest complete way through one lane's workers.
+
+    lane = LaneIndex(model_units=43)
+    lane.put(Candidate("w1", "n1", (0, 20), step_us=900, ...))
+    ...
+    route = lane.cheapest(Demand(seam_bytes=4096, now_ms=clock.now_ms()))
+
+A lane is what one model and one fingerprint have in common: all its workers fit together. A route
+is a chain of workers whose spans cover all units without gap or overlap. Its cost is what one
+step costs, in whole microseconds: over its stages, measured time x load + expected cost of
+failures; over its seams, latency + bytes / bandwidth, from measurements between the two nodes
+where there are any and from both nodes' own access figures otherwise; and the way back from the
+last stage to the first.
+
+The search is a shortest path over the units' boundaries, with arithmetic on whole arrays:
+thousands of candidates take a few milliseconds. It is deterministic: the same candidates give the
+same route, in whatever order they came; ties go to the smaller digest of the worker's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Candidate", "Demand", "LaneIndex", "RouteStage", "Seam", "SelectedRoute"]
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+# Larger than any sum of costs, small enough to add two of.
+_NEVER = 1 << 61
+_MAX_US = 1 << 40
+_NO_LIMIT = 1 << 62
+# What a lost step costs its session, microseconds: finding out, and reading everything again.
+_FAILURE_US = 2_000_000
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Measured between two nodes: microseconds there and back; bytes a second, 0 = unknown."""
+
+    round_trip_us: int
+    bytes_per_second: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What routing knows of one worker. `seams` are by the other node's id."""
+
+    worker_id: str
+    node_id: str
+    span: tuple[int, int]
+    step_us: int
+    max_sessions: int = 1
+    access_latency_us: int = 0
+    access_bytes_per_second: int = 0
+    seams: Mapping[str, Seam] = field(default_factory=dict)
+    # Sessions that it has, whoever counted more; steps that wait; share of work that succeeds.
+    sessions: int = 0
+    queued_steps: int = 0
+    reliability: float = 1.0
+    expires_ms: int = _NO_LIMIT
+    # Admitted, ready.
+    usable: bool = True
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of a route."""
+
+    now_ms: int
+    seam_bytes: int = 0
+    avoid_workers: Set[str] = frozenset()
+    avoid_nodes: Set[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class RouteStage:
+    """One stage, its cost and that of the seam behind it, microseconds a step."""
+
+    worker_id: str
+    stage_us: int
+    seam_us: int
+
+
+@dataclass(frozen=True)
+class SelectedRoute:
+    """The stages in order, and their sum."""
+
+    stages: tuple[RouteStage, ...]
+    total_us: int
+
+
+def stage_cost(candidate: Candidate) -> int:
+    """What one step costs at this worker, microseconds."""
+    load = (1 + candidate.queued_steps) * (1 + candidate.sessions / candidate.max_sessions)
+    risk = (1 - candidate.reliability) / max(candidate.reliability, 1e-3) * _FAILURE_US
+    return min(int(candidate.step_us * load + risk), _MAX_US)
+
+
+def _transfer(byte_count: int, bytes_per_second: int) -> int:
+    return byte_count * 1_000_000 // bytes_per_second if bytes_per_second else 0
+
+
+class _Edges:
+    """Measured seams whose later worker begins at one boundary: columns that grow by doubling."""
+
+    def __init__(self) -> None:
+        self.rows: _Ints = np.zeros((4, 8), dtype=np.int64)  # from, to, half a round trip, bytes/s
+        self.count = 0
+        self.at: dict[tuple[int, int], int] = {}
+
+    def put(self, source: int, target: int, seam: Seam) -> None:
+        index = self.at.get((source, target))
+        if index is None:
+            if self.count == self.rows.shape[1]:
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
+            index = self.count
+            self.at[source, target] = index
+            self.count += 1
+        self.rows[:, index] = (source, target, seam.round_trip_us // 2, seam.bytes_per_second)
+
+    def drop(self, slot: int) -> None:
+        """Removes all edges of a worker."""
+        kept = [index for (a, b), index in self.at.items() if slot not in (a, b)]
+        if len(kept) != self.count:
+            rows = self.rows[:, kept]
+            self.rows = np.zeros((4, max(8, len(kept))), dtype=np.int64)
+            self.rows[:, : len(kept)] = rows
+            self.count = len(kept)
+            self.at = {(int(a), int(b)): i for i, (a, b) in enumerate(rows[:2].T)}
+
+
+class LaneIndex:
+    """The workers of one lane, kept ready for searches."""
+
+    def __init__(self, model_units: int) -> None:
+        self.model_units = model_units
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._candidates: list[Candidate | None] = []
+        self._by_node: dict[str, set[int]] = {}
+        self._begins: dict[int, set[int]] = {}
+        self._ends: dict[int, set[int]] = {}
+        self._measuring: dict[str, set[int]] = {}  # slots that measured towards a node
+        self._edges: dict[int, _Edges] = {}
+        # Per slot: stage cost, access latency, access bytes/s, expiry (0 = unusable), tie-breaker.
+        self._columns: _Ints = np.zeros((5, 8), dtype=np.int64)
+        self._members: dict[int, tuple[_Ints, _Ints]] = {}  # per boundary: ending, beginning there
+
+    def __len__(self) -> int:
+        """The number of workers."""
+        return len(self._slots)
+
+    def put(self, candidate: Candidate) -> None:
+        """Adds a worker, or replaces what is known of it."""
+        slot = self._slots.get(candidate.worker_id)
+        old = None if slot is None else self._candidates[slot]
+        if slot is not None and old is not None:
+            if (
+                old.span == candidate.span
+                and old.node_id == candidate.node_id
+                and old.seams == candidate.seams
+            ):
+                self._store(slot, candidate)
+                return
+            self.remove(candidate.worker_id)
+        slot = self._free.pop() if self._free else len(self._candidates)
+        if slot == len(self._candidates):
+            self._candidates.append(None)
+            if slot == self._columns.shape[1]:
+                self._columns = np.concatenate(
+                    [self._columns, np.zeros_like(self._columns)], axis=1
+                )
+        self._slots[candidate.worker_id] = slot
+        digest = hashlib.blake2b(candidate.worker_id.encode(), digest_size=7).digest()
+        self._columns[4, slot] = int.from_bytes(digest)
+        self._store(slot, candidate)
+        begin, end = candidate.span
+        self._by_node.setdefault(candidate.node_id, set()).add(slot)
+        self._begins.setdefault(begin, set()).add(slot)
+        self._ends.setdefault(end, set()).add(slot)
+        self._members.pop(begin, None)
+        self._members.pop(end, None)
+        for node in candidate.seams:
+            self._measuring.setdefault(node, set()).add(slot)
+        self._connect(slot, candidate)
+
+    def remove(self, worker_id: str) -> None:
+        """Forgets a worker; one that is not known is none."""
+        slot = self._slots.pop(worker_id, None)
+        if slot is None:
+            return
+        candidate = self._candidates[slot]
+        assert candidate is not None
+        begin, end = candidate.span
+        self._candidates[slot] = None
+        self._columns[3, slot] = 0
+        self._by_node[candidate.node_id].discard(slot)
+        self._begins[begin].discard(slot)
+        self._ends[end].discard(slot)
+        for node in candidate.seams:
+            self._measuring[node].discard(slot)
+        for boundary in (begin, end):
+            self._members.pop(boundary, None)
+            if boundary in self._edges:
+                self._edges[boundary].drop(slot)
+        self._free.append(slot)
+
+    def get(self, worker_id: str) -> Candidate | None:
+        """What is known of a worker."""
+        slot = self._slots.get(worker_id)
+        return None if slot is None else self._candidates[slot]
+
+    def _store(self, slot: int, candidate: Candidate) -> None:
+        self._candidates[slot] = candidate
+        has_room = candidate.sessions < candidate.max_sessions
+        self._columns[:4, slot] = (
+            stage_cost(candidate),
+            candidate.access_latency_us,
+            candidate.access_bytes_per_second,
+            candidate.expires_ms if candidate.usable and has_room else 0,
+        )
+
+    def _connect(self, slot: int, candidate: Candidate) -> None:
+        """Enters the measured seams between a new worker and those that are there."""
+        begin, end = candidate.span
+        before = self._ends.get(begin, set())
+        after = self._begins.get(end, set())
+        if not (before or after):
+            return
+        near: set[int] = set(self._measuring.get(candidate.node_id, ()))
+        for node in candidate.seams:
+            near |= self._by_node.get(node, set())
+        for other in near & before:
+            seam = self._measured(other, slot)
+            if seam is not None:
+                self._edges.setdefault(begin, _Edges()).put(other, slot, seam)
+        for other in near & after:
+            seam = self._measured(slot, other)
+            if seam is not None:
+                self._edges.setdefault(end, _Edges()).put(slot, other, seam)
+
+    def _measured(self, first: int, second: int) -> Seam | None:
+        """The slower of what the two ends measured of each other."""
+        a, b = self._candidates[first], self._candidates[second]
+        assert a is not None
+        assert b is not None
+        found = [s for s in (a.seams.get(b.node_id), b.seams.get(a.node_id)) if s is not None]
+        return max(found, key=lambda s: (s.round_trip_us, -s.bytes_per_second), default=None)
+
+    def _at(self, boundary: int) -> tuple[_Ints, _Ints]:
+        members = self._members.get(boundary)
+        if members is None:
+            members = (
+                np.array(sorted(self._ends.get(boundary, ())), dtype=np.int64),
+                np.array(sorted(self._begins.get(boundary, ())), dtype=np.int64),
+            )
+            self._members[boundary] = members
+        return members
+
+    def _usable(self, demand: Demand) -> npt.NDArray[np.bool_]:
+        usable: npt.NDArray[np.bool_] = self._columns[3] > demand.now_ms
+        for worker in demand.avoid_workers:
+            if worker in self._slots:
+                usable[self._slots[worker]] = False
+        for node in demand.avoid_nodes:
+            usable[list(self._by_node.get(node, ()))] = False
+        return usable
+
+    def cheapest(self, demand: Demand) -> SelectedRoute | None:
+        """The cheapest complete route; None when there is none."""
+        usable = self._usable(demand)
+        stage = np.where(usable, self._columns[0], _NEVER)
+        bandwidth = self._columns[2]
+        access = self._columns[1] + np.where(
+            bandwidth > 0, demand.seam_bytes * 1_000_000 // np.maximum(bandwidth, 1), 0
+        )
+        latency = self._columns[1]
+        cost: _Ints = np.full(stage.shape, _NEVER, dtype=np.int64)  # up to and with the worker
+        before: _Ints = np.full(stage.shape, -1, dtype=np.int64)
+        first = self._at(0)[1]
+        # The sampled result goes back over the first worker's access.
+        cost[first] = np.minimum(stage[first] + latency[first], _NEVER)
+        for boundary in sorted(self._begins):
+            if 0 < boundary < self.model_units:
+                self._extend(boundary, demand.seam_bytes, access, stage, cost, before)
+        last = self._at(self.model_units)[0]
+        if not last.size:
+            return None
+        total = cost[last] + latency[last]
+        chosen = self._least(last, total)
+        if cost[chosen] >= _NEVER:
+            return None
+        slots = [chosen]
+        while before[slots[-1]] >= 0:
+            slots.append(int(before[slots[-1]]))
+        return self._explain(slots[::-1], demand.seam_bytes)
+
+    def _least(self, slots: _Ints, value: _Ints) -> int:
+        """The slot with the least value; ties go to the smaller digest."""
+        ties = slots[value == np.min(value)]
+        return int(ties[self._columns[4, ties].argmin()])
+
+    def _extend(
+        self,
+        boundary: int,
+        seam_bytes: int,
+        access: _Ints,
+        stage: _Ints,
+        cost: _Ints,
+        before: _Ints,
+    ) -> None:
+        """Finds the best predecessor of each worker that begins at the boundary."""
+        sources, targets = self._at(boundary)
+        if not sources.size or not targets.size:
+            return
+        leaving = cost[sources] + access[sources]
+        order = np.lexsort((self._columns[4, sources], leaving))
+        best = np.full(targets.shape, _NEVER, dtype=np.int64)
+        choice = np.full(targets.shape, -1, dtype=np.int64)
+        edges = self._edges.get(boundary)
+        count = edges.count if edges is not None else 0
+        if edges is None or not count:
+            chosen = order[0]
+            best[:] = leaving[chosen] + access[targets]
+            choice[:] = sources[chosen]
+        else:
+            source, target, half, rate = edges.rows[:, :count]
+            # Without a measurement: the cheapest one that was not measured from here.
+            place = np.zeros(stage.shape, dtype=np.int64)
+            place[targets] = np.arange(targets.size)
+            open_targets = np.ones(targets.size, dtype=np.bool_)
+            for rank in order:
+                if leaving[rank] >= _NEVER:
+                    break
+                measured = np.zeros(targets.size, dtype=np.bool_)
+                measured[place[target[source == sources[rank]]]] = True
+                taken = open_targets & ~measured
+                best[taken] = leaving[rank] + access[targets[taken]]
+                choice[taken] = sources[rank]
+                open_targets &= measured
+                if not open_targets.any():
+                    break
+            moving = half + np.where(rate > 0, seam_bytes * 1_000_000 // np.maximum(rate, 1), 0)
+            through = cost[source] + moving
+            # Least cost first, then the smaller digest; unique keeps the first of each target.
+            ranking = np.lexsort((self._columns[4, source], through))
+            at, index = np.unique(place[target[ranking]], return_index=True)
+            edge = ranking[index]
+            better = (through[edge] < best[at]) | (
+                (through[edge] == best[at])
+                & (self._columns[4, source[edge]] < self._columns[4, choice[at]])
+            )
+            best[at[better]] = through[edge[better]]
+            choice[at[better]] = source[edge[better]]
+        found = best + stage[targets]
+        reachable = found < _NEVER
+        cost[targets[reachable]] = found[reachable]
+        before[targets[reachable]] = choice[reachable]
+
+    def _explain(self, slots: list[int], seam_bytes: int) -> SelectedRoute:
+        stages = []
+        for position, slot in enumerate(slots):
+            candidate = self._candidates[slot]
+            assert candidate is not None
+            if position + 1 < len(slots):
+                seam = self._seam_cost(slot, slots[position + 1], seam_bytes)
+            else:
+                head = self._candidates[slots[0]]
+                assert head is not None
+                seam = candidate.access_latency_us + head.access_latency_us
+            stages.append(RouteStage(candidate.worker_id, stage_cost(candidate), seam))
+        return SelectedRoute(tuple(stages), sum(s.stage_us + s.seam_us for s in stages))
+
+    def _seam_cost(self, first: int, second: int, seam_bytes: int) -> int:
+        seam = self._measured(first, second)
+        if seam is not None:
+            return seam.round_trip_us // 2 + _transfer(seam_bytes, seam.bytes_per_second)
+        total = 0
+        for slot in (first, second):
+            candidate = self._candidates[slot]
+            assert candidate is not None
+            total += candidate.access_latency_us
+            total += _transfer(seam_bytes, candidate.access_bytes_per_second)
+        return total
+
+    def coverage(self, demand: Demand) -> str:
+        """For people: how far usable workers reach, when no route is found."""
+        usable = self._usable(demand)
+        reached = {0}
+        for boundary in sorted(set(self._begins)):
+            if boundary in reached:
+                for slot in self._begins[boundary]:
+                    candidate = self._candidates[slot]
+                    if usable[slot] and candidate is not None:
+                        reached.add(candidate.span[1])
+        return f"usable workers cover units 0 to {max(reached)} of {self.model_units}"

@@ -1,0 +1,100 @@
+"""Metrics for Prometheus, and the one way in which our servers count their calls.
+
+    telemetry = Telemetry("tracker")
+    answer = await telemetry.observe("register", lambda: tracker.register(request))
+    with telemetry.serve("127.0.0.1:9100"):
+        ...
+
+Every program has a registry of its own, so that several can run in one process of tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import prometheus_client as prometheus
+
+from meshnet.errors import ControlError, Reason
+from meshnet.transport import is_loopback
+
+__all__ = ["Telemetry"]
+
+_Answer = TypeVar("_Answer")
+_LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Telemetry:
+    """One program's metrics, all named meshnet_PROGRAM_..."""
+
+    def __init__(self, program: str) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        self._prefix = f"meshnet_{program}"
+        self._calls = self.counter("calls_total", "Calls by method.", ("method",))
+        self._refusals = self.counter("refusals_total", "Refused calls.", ("method", "reason"))
+        self._seconds = prometheus.Histogram(
+            f"{self._prefix}_call_seconds",
+            "How long calls take that are no streams.",
+            ("method",),
+            registry=self.registry,
+            buckets=_LATENCY_BUCKETS,
+        )
+
+    def counter(
+        self, name: str, help_text: str, labels: tuple[str, ...] = ()
+    ) -> prometheus.Counter:
+        """A number that only grows."""
+        return prometheus.Counter(
+            f"{self._prefix}_{name}", help_text, labels, registry=self.registry
+        )
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """A number that is read when somebody asks."""
+        gauge = prometheus.Gauge(f"{self._prefix}_{name}", help_text, registry=self.registry)
+        gauge.set_function(read)
+
+    def text(self) -> str:
+        """All metrics in Prometheus's format."""
+        return prometheus.generate_latest(self.registry).decode()
+
+    @contextlib.contextmanager
+    def serve(self, listen: str, *, insecure: bool = False) -> Iterator[int]:
+        """Serves /metrics on HOST:PORT while the block runs; gives the port.
+
+        Raises ControlError: INSECURE_TRANSPORT for an address beyond loopback without `insecure`,
+        CONFIGURATION_INVALID.
+        """
+        if not insecure and not is_loopback(listen):
+            raise ControlError(
+                Reason.INSECURE_TRANSPORT,
+                f"expected a loopback address for metrics, got {listen}; or say --insecure",
+            )
+        host, _, port = listen.rpartition(":")
+        try:
+            server, thread = prometheus.start_http_server(
+                int(port), host.strip("[]"), self.registry
+            )
+        except (OSError, ValueError) as error:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID, f"expected to serve metrics on {listen}: {error}"
+            ) from error
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    async def observe(self, method: str, call: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Runs one call and counts it, its time and its refusal."""
+        self._calls.labels(method).inc()
+        started = time.perf_counter()
+        try:
+            return await call()
+        except ControlError as error:
+            self._refusals.labels(method, error.reason.name).inc()
+            raise
+        finally:
+            self._seconds.labels(method).observe(time.perf_counter() - started)

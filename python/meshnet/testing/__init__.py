@@ -1,0 +1,1 @@
+"""Doubles and helpers for tests of the control plane."""
