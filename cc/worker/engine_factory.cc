@@ -34,6 +34,9 @@ ABSL_FLAG(uint32_t, threads, 0, "Compute threads, 0 = one per hardware thread.")
 ABSL_FLAG(uint32_t, poll, 0,
           "How long compute threads spin between steps before they sleep, 0-100. Spinning saves "
           "wake-ups where the cores are this worker's own.");
+ABSL_FLAG(bool, pin_threads, true,
+          "With a compute thread for every core, keep each thread to its core. Turn it off where "
+          "something else keeps a core busy.");
 ABSL_FLAG(std::string, kv_type, "f16", "Cache element type: f16, f32 or q8_0.");
 ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that this CPU runs.");
 ABSL_FLAG(uint32_t, rollback_tokens, 64,
@@ -144,6 +147,7 @@ absl::StatusOr<LlamaEngineOptions> LlamaOptions() {
   options.context_tokens = absl::GetFlag(FLAGS_context_tokens);
   options.max_step_tokens = absl::GetFlag(FLAGS_prefill_chunk_tokens);
   options.threads = absl::GetFlag(FLAGS_threads);
+  options.pin_threads = absl::GetFlag(FLAGS_pin_threads);
   options.cpu_variant = absl::GetFlag(FLAGS_cpu_variant);
   options.rollback_tokens = absl::GetFlag(FLAGS_rollback_tokens);
   options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget);

@@ -1,6 +1,7 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 
 #include <malloc.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -50,10 +51,24 @@ struct ContextDeleter {
 using ModelPtr = std::unique_ptr<llama_model, ModelDeleter>;
 using ContextPtr = std::unique_ptr<llama_context, ContextDeleter>;
 
-// ggml's thread pool, through the CPU variant that runs.
+// The CPUs that this process may use, ascending; empty when the kernel does not say.
+std::vector<int> AllowedCpus() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+  }
+  return cpus;
+}
+
+// ggml's thread pool, through the CPU variant that runs. With `pin`, and as many threads as there
+// are CPUs, each thread keeps to one of them: woken for a step, all threads would else often begin
+// on the same CPU and wait for each other there until the kernel moves one.
 class ThreadPool {
  public:
-  ThreadPool(uint32_t threads, uint32_t poll) {
+  ThreadPool(uint32_t threads, uint32_t poll, bool pin) {
     ggml_backend_reg_t reg =
         ggml_backend_dev_backend_reg(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
     const auto create = reinterpret_cast<decltype(&ggml_threadpool_new)>(
@@ -62,6 +77,15 @@ class ThreadPool {
         ggml_backend_reg_get_proc_address(reg, "ggml_threadpool_free"));
     ggml_threadpool_params params = ggml_threadpool_params_default(static_cast<int>(threads));
     params.poll = poll;
+    // Keeps ggml from placing the thread that loads.
+    params.paused = true;
+    const std::vector<int> cpus = AllowedCpus();
+    if (pin && threads > 1 && cpus.size() == threads && cpus.back() < GGML_MAX_N_THREADS) {
+      params.strict_cpu = true;
+      // ggml deals them out in ascending order, its caller comes last.
+      for (const int cpu : cpus) params.cpumask[cpu] = true;
+      caller_cpu_ = cpus.back();
+    }
     pool_ = create(&params);
   }
   ~ThreadPool() {
@@ -72,7 +96,21 @@ class ThreadPool {
 
   ggml_threadpool_t get() const { return pool_; }
 
+  // The thread that computes a graph is the pool's first; to be called on it before.
+  void PlaceCaller() {
+    if (caller_cpu_ < 0 || caller_ == std::this_thread::get_id()) return;
+    caller_ = std::this_thread::get_id();
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(caller_cpu_, &own);
+    // Only speed depends on it, and a CPU can go away.
+    (void)sched_setaffinity(0, sizeof(own), &own);
+  }
+
  private:
+  // -1: threads go where the kernel puts them.
+  int caller_cpu_ = -1;
+  std::thread::id caller_;
   decltype(&ggml_threadpool_free) free_ = nullptr;
   ggml_threadpool_t pool_ = nullptr;
 };
@@ -439,6 +477,7 @@ absl::Status LlamaEngine::Decode(Group* group) {
 
 absl::Status LlamaEngine::DecodeRows(const float* residual) {
   int32_t result = 0;
+  threads_->PlaceCaller();
   try {
     result = llama_decode(context_.get(), rows_.Batch(residual, capability_.is_tail()));
     if (result == 0) llama_synchronize(context_.get());
@@ -923,7 +962,8 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
       MakeContext(loaded.options, loaded.model.get(), loaded.capability, loaded.batch_rows,
                   loaded.batch_outputs);
   if (!context.ok()) return context.status();
-  loaded.threads = std::make_unique<ThreadPool>(loaded.options.threads, options.poll);
+  loaded.threads =
+      std::make_unique<ThreadPool>(loaded.options.threads, options.poll, options.pin_threads);
   loaded.context = *std::move(context);
   if (loaded.threads->get() == nullptr) {
     return MakeError(v1::REASON_CONFIGURATION_INVALID,

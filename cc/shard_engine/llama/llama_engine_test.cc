@@ -1,10 +1,16 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 
+#include <sched.h>
+
+#include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cc/shard_engine/contract_test_suite.h"
 #include "cc/shard_engine/llama/testing/tiny_llama.h"
 #include "gtest/gtest.h"
@@ -176,6 +182,7 @@ TEST(LlamaRecipeTest, EveryFieldThatChangesNumbersChangesTheFingerprint) {
       [](LlamaEngineOptions* o) { o->max_sessions = 2; },
       [](LlamaEngineOptions* o) { o->context_tokens = 512; },
       [](LlamaEngineOptions* o) { o->poll = 100; },
+      [](LlamaEngineOptions* o) { o->pin_threads = true; },
       [](LlamaEngineOptions* o) { o->idle_ttl = absl::Seconds(1); },
   };
   for (size_t i = 0; i < same.size(); ++i) EXPECT_EQ(fingerprint(same[i]), base) << i;
@@ -203,6 +210,52 @@ TEST(LlamaRecipeTest, ThreadsDoNotMatterWithoutFlashAttention) {
   const auto two = LoadLlamaEngine(options);
   ASSERT_TRUE(one.ok() && two.ok());
   EXPECT_EQ((*one)->capability().recipe_fingerprint, (*two)->capability().recipe_fingerprint);
+}
+
+// The CPUs that each thread of this process may use, sorted.
+std::vector<std::string> ThreadPlaces() {
+  std::vector<std::string> places;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(task.path() / "status");
+    const std::string name = "Cpus_allowed_list:\t";
+    for (std::string line; std::getline(status, line);) {
+      if (line.compare(0, name.size(), name) == 0) places.push_back(line.substr(name.size()));
+    }
+  }
+  std::sort(places.begin(), places.end());
+  return places;
+}
+
+TEST(LlamaEngineTest, PinnedThreadsKeepToOneCpuEach) {
+  cpu_set_t before;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  // Two of the CPUs, so that the test does not depend on how many there are.
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE && cpus.size() < 2; ++cpu) {
+    if (CPU_ISSET(cpu, &before)) cpus.push_back(cpu);
+  }
+  ASSERT_EQ(cpus.size(), 2u) << "this test needs two CPUs";
+  std::thread([&cpus] {
+    cpu_set_t two;
+    CPU_ZERO(&two);
+    for (const int cpu : cpus) CPU_SET(cpu, &two);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(two), &two), 0);
+    LlamaEngineOptions options = OptionsFor({});
+    options.threads = 2;
+    const std::vector<std::string> others = ThreadPlaces();
+    options.pin_threads = true;
+    const auto engine = LoadLlamaEngine(options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    ASSERT_TRUE((*engine)->WarmUp().ok());
+    std::vector<std::string> places = ThreadPlaces();
+    for (const int cpu : cpus) {
+      const auto found = std::find(places.begin(), places.end(), absl::StrCat(cpu));
+      ASSERT_NE(found, places.end()) << "nobody keeps to CPU " << cpu;
+      places.erase(found);
+    }
+    // This thread and one of ggml's; nobody else was moved.
+    EXPECT_EQ(places.size(), others.size() - 1);
+  }).join();
 }
 
 TEST(LlamaEngineTest, MoreLogitRowsThanLoadedForAreRefused) {
