@@ -1,6 +1,7 @@
-"""The picture beside the numbers: a small SVG of grouped bars, one panel for each question.
+"""The picture beside the numbers: a small SVG, one panel for each question.
 
-    svg = render(rows, title="...")
+    svg = render(rows, title="...")                     # grouped bars of systems
+    svg = render_lines([("ms/token", [Line("chain", points)])], title="...")
 
 No drawing library: the file depends on nothing but the rows, so equal rows give equal bytes.
 """
@@ -8,10 +9,11 @@ No drawing library: the file depends on nothing but the rows, so equal rows give
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-__all__ = ["render"]
+__all__ = ["Line", "render", "render_lines"]
 
 Row = dict[str, Any]
 
@@ -22,6 +24,7 @@ _COLOURS = {
     "rpc-tuned": "#d35400",
     "meshnet": "#1f6fb2",
 }
+_LINE_COLOURS = ("#1f6fb2", "#d35400", "#7f7f7f", "#2e8b57", "#8e44ad", "#b7950b")
 _PANEL_WIDTH = 440
 _PANEL_HEIGHT = 250
 _PLOT_HEIGHT = 170
@@ -69,6 +72,20 @@ def _bar(x: float, width: float, base: float, scale: float, figure: Row, system:
     ]
 
 
+def _axis(x: float, y: float, title: str, top: float) -> list[str]:
+    base = y + _TOP + _PLOT_HEIGHT
+    parts = [_text(x + 8, y + 18, title, anchor="start", size=13)]
+    for step in range(5):
+        level = top * step / 4
+        line = base - level * _PLOT_HEIGHT / top
+        parts.append(
+            f'<line x1="{x + _LEFT:.1f}" y1="{line:.1f}" x2="{x + _PANEL_WIDTH - 16:.1f}" '
+            f'y2="{line:.1f}" stroke="#dddddd" stroke-width="1"/>'
+        )
+        parts.append(_text(x + _LEFT - 6, line + 4, _number(level), anchor="end", size=10))
+    return parts
+
+
 def _panel(
     x: float,
     y: float,
@@ -81,15 +98,7 @@ def _panel(
     scale = _PLOT_HEIGHT / top
     base = y + _TOP + _PLOT_HEIGHT
     right = x + _PANEL_WIDTH - 16
-    parts = [_text(x + 8, y + 18, title, anchor="start", size=13)]
-    for step in range(5):
-        level = top * step / 4
-        line = base - level * scale
-        parts.append(
-            f'<line x1="{x + _LEFT:.1f}" y1="{line:.1f}" x2="{right:.1f}" y2="{line:.1f}" '
-            'stroke="#dddddd" stroke-width="1"/>'
-        )
-        parts.append(_text(x + _LEFT - 6, line + 4, _number(level), anchor="end", size=10))
+    parts = _axis(x, y, title, top)
     group_width = (right - x - _LEFT) / max(1, len(groups))
     for number, (label, rows) in enumerate(groups):
         left = x + _LEFT + number * group_width
@@ -129,6 +138,17 @@ def _sessions(value: int) -> str:
     return "1 session" if value == 1 else f"{value} sessions"
 
 
+def _opening(panels: int, title: str) -> list[str]:
+    width = 2 * _PANEL_WIDTH
+    height = _HEADER + (panels + 1) // 2 * _PANEL_HEIGHT
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#222222">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(12, 22, title, anchor="start", size=15),
+    ]
+
+
 def render(rows: Sequence[Row], *, title: str) -> str:
     """The SVG text. Panels without rows are left out."""
     farthest = max((row["rtt_ms"] for row in rows), default=0)
@@ -158,14 +178,7 @@ def render(rows: Sequence[Row], *, title: str) -> str:
             )
         )
     panels = [panel for panel in panels if panel[1]]
-    width = 2 * _PANEL_WIDTH
-    height = _HEADER + (len(panels) + 1) // 2 * _PANEL_HEIGHT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#222222">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(12, 22, title, anchor="start", size=15),
-    ]
+    parts = _opening(len(panels), title)
     for number, system in enumerate(_SYSTEMS):
         x = 12 + number * 110
         parts.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{_COLOURS[system]}"/>')
@@ -174,5 +187,46 @@ def render(rows: Sequence[Row], *, title: str) -> str:
         x = number % 2 * _PANEL_WIDTH
         y = _HEADER + number // 2 * _PANEL_HEIGHT
         parts += _panel(x, y, panel_title, groups, metric)
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel: (x, y) points by ascending x >= 0, y >= 0."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def render_lines(panels: Sequence[tuple[str, Sequence[Line]]], *, title: str) -> str:
+    """The SVG text; a panel is its title and its lines."""
+    parts = _opening(len(panels), title)
+    for number, (panel_title, lines) in enumerate(panels):
+        x = number % 2 * _PANEL_WIDTH
+        y = _HEADER + number // 2 * _PANEL_HEIGHT
+        points = [point for line in lines for point in line.points]
+        top = _ceiling(max((value for _, value in points), default=1.0) or 1.0)
+        end = max((at for at, _ in points), default=1.0) or 1.0
+        base = y + _TOP + _PLOT_HEIGHT
+        across = (_PANEL_WIDTH - 16 - _LEFT) / end
+        parts += _axis(x, y, panel_title, top)
+        for at in sorted({at for at, _ in points}):
+            parts.append(_text(x + _LEFT + at * across, base + 16, f"{at:g}", size=10))
+        for index, line in enumerate(lines):
+            colour = _LINE_COLOURS[index % len(_LINE_COLOURS)]
+            path = " ".join(
+                f"{x + _LEFT + at * across:.1f},{base - value * _PLOT_HEIGHT / top:.1f}"
+                for at, value in line.points
+            )
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2">'
+                f"<title>{escape(line.name)}</title></polyline>"
+            )
+            legend = x + _LEFT + 8 + index * 100
+            parts.append(
+                f'<rect x="{legend}" y="{base + 24}" width="10" height="10" fill="{colour}"/>'
+            )
+            parts.append(_text(legend + 14, base + 33, line.name, anchor="start", size=10))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

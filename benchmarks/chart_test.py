@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chart import render
+from benchmarks.chart import Line, render, render_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -100,3 +100,15 @@ def test_an_axis_ends_at_a_round_number(highest: float, top: str) -> None:
     axis = texts(svg)
     first_panel = axis.index("Decode, one session, tokens/s")
     assert axis[first_panel + 5] == top
+
+
+def test_lines_lie_where_their_values_are() -> None:
+    svg = render_lines(
+        [("ms", [Line("a<b", [(0, 0), (50, 5), (100, 10)])]), ("MiB", [])], title="x & y"
+    )
+    root = ET.fromstring(svg)
+    (line,) = root.iter(f"{SVG}polyline")
+    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    assert points == [(52, 260), (238, 175), (424, 90)]
+    assert [title.text for title in line.iter(f"{SVG}title")] == ["a<b"]
+    assert {"x & y", "ms", "MiB", "a<b", "50", "100"} <= set(texts(svg))
