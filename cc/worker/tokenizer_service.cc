@@ -1,15 +1,22 @@
 #include "cc/worker/tokenizer_service.h"
 
+#include <deque>
+#include <functional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "cc/common/status.h"
 #include "grpcpp/support/server_callback.h"
 
 namespace meshnet::worker {
 namespace {
+
+constexpr uint32_t kRetryHintMs = 500;
 
 absl::Status CheckCount(int count) {
   if (count <= kMaxTokenIds) return absl::OkStatus();
@@ -75,6 +82,66 @@ absl::Status Fill(const Tokenizer& tokenizer, const v1::GetPiecesRequest& reques
   return absl::OkStatus();
 }
 
+// Runs one call after another on a thread of its own.
+class CallQueue {
+ public:
+  CallQueue() : thread_([this] { Loop(); }) {}
+
+  // Finishes what waits.
+  ~CallQueue() {
+    {
+      absl::MutexLock lock(&mu_);
+      stopping_ = true;
+    }
+    thread_.join();
+  }
+
+  // Runs `call` later, unless it is refused with QUEUE_FULL. `bytes` is what it holds meanwhile.
+  absl::Status Add(uint64_t bytes, std::function<void()> call) {
+    absl::MutexLock lock(&mu_);
+    if (calls_.size() >= kMaxWaitingCalls || bytes > kMaxWaitingBytes - waiting_bytes_) {
+      return MakeError(
+          v1::REASON_QUEUE_FULL,
+          absl::StrCat("expected at most ", kMaxWaitingCalls, " calls of together ",
+                       kMaxWaitingBytes, " bytes to wait for the tokenizer; try again later"),
+          kRetryHintMs);
+    }
+    waiting_bytes_ += bytes;
+    calls_.push_back({bytes, std::move(call)});
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Call {
+    uint64_t bytes;
+    std::function<void()> run;
+  };
+
+  bool HasNews() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || !calls_.empty(); }
+
+  void Loop() {
+    while (true) {
+      Call call;
+      {
+        absl::MutexLock lock(&mu_);
+        mu_.Await(absl::Condition(this, &CallQueue::HasNews));
+        if (calls_.empty()) return;
+        call = std::move(calls_.front());
+        calls_.pop_front();
+        waiting_bytes_ -= call.bytes;
+      }
+      call.run();
+    }
+  }
+
+  absl::Mutex mu_;
+  std::deque<Call> calls_ ABSL_GUARDED_BY(mu_);
+  uint64_t waiting_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  // Last: it uses all of the above.
+  std::thread thread_;
+};
+
 class Service final : public v1::TokenizerService::CallbackService {
  public:
   explicit Service(const Worker* worker) : worker_(worker) {}
@@ -82,39 +149,48 @@ class Service final : public v1::TokenizerService::CallbackService {
   grpc::ServerUnaryReactor* GetVocabulary(grpc::CallbackServerContext* context,
                                           const v1::GetVocabularyRequest* request,
                                           v1::Vocabulary* response) override {
-    return Answer(context, *request, response);
+    return Answer(context, request, response);
   }
   grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
                                      const v1::TokenizeRequest* request,
                                      v1::TokenizeResponse* response) override {
-    return Answer(context, *request, response);
+    return Answer(context, request, response);
   }
   grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
                                        const v1::DetokenizeRequest* request,
                                        v1::DetokenizeResponse* response) override {
-    return Answer(context, *request, response);
+    return Answer(context, request, response);
   }
   grpc::ServerUnaryReactor* GetPieces(grpc::CallbackServerContext* context,
                                       const v1::GetPiecesRequest* request,
                                       v1::GetPiecesResponse* response) override {
-    return Answer(context, *request, response);
+    return Answer(context, request, response);
   }
 
  private:
+  // gRPC's threads carry every stream of the worker: none of them may be busy with a long text.
   template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const Request& request,
+  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const Request* request,
                                    Response* response) {
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     const Tokenizer* tokenizer = worker_->tokenizer();
-    const absl::Status status =
-        tokenizer == nullptr
-            ? MakeError(v1::REASON_NOT_READY, "the vocabulary is still loading; ask again", 500)
-            : Fill(*tokenizer, request, response);
-    reactor->Finish(ToGrpcStatus(status));
+    if (tokenizer == nullptr) {
+      reactor->Finish(ToGrpcStatus(MakeError(
+          v1::REASON_NOT_READY, "the vocabulary is still loading; ask again", kRetryHintMs)));
+      return reactor;
+    }
+    // Request, response and context stay until Finish.
+    const absl::Status status = queue_.Add(request->ByteSizeLong(), [=] {
+      // Nobody waits for the answer to a call that was given up.
+      reactor->Finish(context->IsCancelled() ? grpc::Status::CANCELLED
+                                             : ToGrpcStatus(Fill(*tokenizer, *request, response)));
+    });
+    if (!status.ok()) reactor->Finish(ToGrpcStatus(status));
     return reactor;
   }
 
   const Worker* const worker_;
+  CallQueue queue_;
 };
 
 }  // namespace
