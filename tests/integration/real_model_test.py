@@ -4,6 +4,7 @@ Evidence of correctness on this machine's CPU kernels, under the batch policy `e
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from meshnet_gguf.client import (
     ChatMessage,
     GenerationResult,
     LayerRange,
+    PrefillProgress,
     Route,
     SamplingParams,
     Token,
@@ -30,6 +32,10 @@ from proto.meshnet.shard.v1 import errors_pb2
 
 LAYERS = 30
 END = 240.0
+# The bars: an error reaches the client within 2 s of a stage's death, and a client that goes away
+# frees every stage's slot within 1 s.
+ERROR_WITHIN = 2.0
+FREED_WITHIN = 1.0
 MIB = 1024 * 1024
 # Prefill in several steps, so that a chain overlaps them and the last one is shorter.
 # One thread a worker: five of them share whatever cores a test machine has.
@@ -234,16 +240,24 @@ def resident_bytes(pid: int) -> int:
     raise AssertionError("no VmRSS")
 
 
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
 @pytest.mark.parametrize("killed", [0, 1])
-async def test_a_killed_stage_is_told_and_replaced(
-    model: pathlib.Path, whole: list[GenerationResult], killed: int
+async def test_a_killed_stage_is_told_in_time_and_replaced(
+    model: pathlib.Path, whole: list[GenerationResult], killed: int, moment: str
 ) -> None:
     async with cluster_of(specs(model, (15,))) as cluster:
+        prompt = await cluster.route.head.tokenize(PROMPTS[1])
+        loop = asyncio.get_running_loop()
         with pytest.raises(MeshnetError) as caught:
-            async with asyncio.timeout(END), cluster.route.session() as session:
-                generation = session.generate([1, 2, 3], max_tokens=1000)
+            async with asyncio.timeout(END) as deadline, cluster.route.session() as session:
+                generation = session.generate(prompt, max_tokens=500)
                 async for event in generation:
-                    if isinstance(event, Token) and len(generation.token_ids) == 5:
+                    if isinstance(event, PrefillProgress):
+                        reached = moment == "prefill"
+                    else:
+                        reached = moment == "decode" and len(generation.token_ids) == 5
+                    if reached and cluster.cluster.workers[killed].exit_code is None:
+                        deadline.reschedule(loop.time() + ERROR_WITHIN)
                         await cluster.cluster.workers[killed].kill()
         assert caught.value.reason == errors_pb2.REASON_PEER_LOST
         survivor = 1 - killed
@@ -252,6 +266,29 @@ async def test_a_killed_stage_is_told_and_replaced(
         await cluster.cluster.restart(killed)
         async with await open_route(cluster.cluster.endpoints) as route:
             assert same(await generate(route, PROMPTS[0]), whole[0])
+
+
+async def test_a_client_that_goes_away_frees_every_stage_and_disturbs_nobody(
+    model: pathlib.Path, whole: list[GenerationResult]
+) -> None:
+    async with cluster_of(specs(model, (15,))) as cluster:
+        staying = asyncio.create_task(generate(cluster.route, PROMPTS[0]))
+        leaving = await open_route(cluster.cluster.endpoints)
+        session = leaving.session()
+        await session.__aenter__()
+        generation = session.generate([1, 2, 3], max_tokens=500)
+        async with asyncio.timeout(END):
+            async for event in generation:
+                if isinstance(event, Token) and len(generation.token_ids) == 5:
+                    break
+        async with asyncio.timeout(FREED_WITHIN):
+            await leaving.close()
+            while any(m.open_sessions > 1 for m in await cluster.route.metrics()):
+                await asyncio.sleep(0.01)
+        with contextlib.suppress(MeshnetError):
+            await session.close()
+        assert same(await staying, whole[0])
+        await cluster.wait_idle()
 
 
 async def demo(*arguments: str) -> tuple[int, str, str]:
