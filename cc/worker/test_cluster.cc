@@ -84,17 +84,22 @@ class MemoryCluster : public TestCluster {
                       std::shared_ptr<Stream>* stream) override {
       const absl::Status status =
           dialer_->Dial(method, endpoint, route_token, std::move(handler), stream);
+      streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
+                                    [](const auto& dialed) { return dialed.expired(); }),
+                     streams_.end());
       if (status.ok()) streams_.push_back(*stream);
       return status;
     }
 
     void Cut() {
-      for (const auto& stream : streams_) stream->Close(absl::OkStatus());
+      for (const auto& dialed : streams_) {
+        if (const auto stream = dialed.lock()) stream->Close(absl::OkStatus());
+      }
     }
 
    private:
     Dialer* const dialer_;
-    std::vector<std::shared_ptr<Stream>> streams_;
+    std::vector<std::weak_ptr<Stream>> streams_;
   };
 
   struct Node {
