@@ -99,6 +99,26 @@ TEST_F(FaultTest, AClientThatDoesNotTakeItsErrorIsLeft) {
   EXPECT_TRUE(client.stream().closed());
 }
 
+TEST_F(FaultTest, AWorkerThatDrainsIsBusyUntilItsPeersKnow) {
+  Worker& head = cluster_->worker(endpoints_[0]);
+  EXPECT_FALSE(head.is_busy());
+  TestClient client(cluster_.get(), endpoints_);
+  ASSERT_TRUE(client.Opened());
+  const TestStream silent = cluster_->Dial(Method::kSession, endpoints_[0]);
+  network_->Stall(endpoints_[0], Method::kSession, Direction::kToClient, true);
+  head.BeginDrain(absl::InfiniteFuture());
+  EXPECT_TRUE(AllFree());
+  RunUntilQuiet();
+  EXPECT_TRUE(head.is_busy());
+  network_->Stall(endpoints_[0], Method::kSession, Direction::kToClient, false);
+  RunUntilQuiet();
+  EXPECT_FALSE(head.is_busy());
+  ASSERT_TRUE(client.WaitError());
+  EXPECT_EQ(client.error()->reason(), v1::REASON_DRAINING);
+  ASSERT_TRUE(silent.closed());
+  EXPECT_EQ(silent.closed_reason(), v1::REASON_DRAINING);
+}
+
 TEST_F(FaultTest, AStalledSeamHoldsTheStageBeforeIt) {
   TestClient client(cluster_.get(), endpoints_);
   ASSERT_TRUE(client.Opened());

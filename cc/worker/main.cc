@@ -77,8 +77,10 @@ ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.
 namespace meshnet::worker {
 namespace {
 
-// For peers to read the last messages before their connections close.
+// For peers to be told of what ends when the time for draining is over.
 constexpr absl::Duration kFarewell = absl::Milliseconds(500);
+
+constexpr absl::Duration kPoll = absl::Milliseconds(5);
 
 constexpr char kVersion[] = "0.1.0";
 
@@ -337,15 +339,15 @@ class Process {
 
   void Drain() {
     const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
-    const bool had_sessions = worker_.has_sessions();
     worker_.BeginDrain(deadline);
-    while (worker_.has_sessions() && absl::Now() < deadline) {
-      if (WaitReadable(signal_fd_, absl::Now() + absl::Milliseconds(20))) break;
+    // What the last sessions were told is to reach their peers: a connection that closes while its
+    // peer sends loses what the peer has not read yet.
+    while (worker_.is_busy() && absl::Now() < deadline) {
+      if (WaitReadable(signal_fd_, absl::Now() + kPoll)) break;
     }
     worker_.Stop();
-    // What the last sessions were told is still on its way: a connection that closes while its peer
-    // sends loses what the peer has not read yet.
-    if (had_sessions) absl::SleepFor(kFarewell);
+    const absl::Time farewell = absl::Now() + kFarewell;
+    while (worker_.is_busy() && absl::Now() < farewell) absl::SleepFor(kPoll);
     server_->Shutdown(absl::Seconds(1));
   }
 

@@ -12,6 +12,7 @@
 #ifndef MESHNET_CC_WORKER_SESSION_H_
 #define MESHNET_CC_WORKER_SESSION_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -94,6 +95,9 @@ struct Core {
   Counters counters;
   // Streams that are being closed, and when patience with their peers ends.
   std::deque<std::pair<absl::Time, std::weak_ptr<Stream>>> closing;
+
+  // Streams that peers have opened and whose end is not over yet. Not guarded by mu.
+  std::atomic<int> accepted_streams{0};
 
   // Closes a stream that a peer opened.
   void CloseAccepted(const std::shared_ptr<Stream>& stream, const absl::Status& status);

@@ -56,8 +56,18 @@ v1::LayerRange OwnRange(const Core& core) {
 // The accepted end of a stream whose first message has to say what it is for.
 class Worker::AcceptedHandler : public StreamHandler {
  public:
+  explicit AcceptedHandler(std::shared_ptr<Core> core) : core_(std::move(core)) {
+    ++core_->accepted_streams;
+  }
+  ~AcceptedHandler() override { --core_->accepted_streams; }
+
   // With Core::mu held, once the time for the first message is over.
   virtual void OnFirstMessageOverdue() = 0;
+  // With Core::mu held, when no stream may open a session any more.
+  virtual void OnDrain() {}
+
+ protected:
+  const std::shared_ptr<Core> core_;
 };
 
 // The accepted end of a Session or Seam stream: nothing until the first message opens a session.
@@ -65,7 +75,7 @@ class Worker::UpstreamHandler : public AcceptedHandler {
  public:
   UpstreamHandler(std::shared_ptr<Core> core, Method method, std::shared_ptr<Stream> stream,
                   PeerInfo peer)
-      : core_(std::move(core)),
+      : AcceptedHandler(std::move(core)),
         method_(method),
         stream_(std::move(stream)),
         peer_(std::move(peer)),
@@ -82,6 +92,11 @@ class Worker::UpstreamHandler : public AcceptedHandler {
   void OnFirstMessageOverdue() override {
     if (session_ != nullptr || refused_ || stream_ == nullptr) return;
     Refuse(MakeError(v1::REASON_DEADLINE_EXCEEDED, "expected `open` soon after the call began"));
+  }
+
+  void OnDrain() override {
+    if (session_ != nullptr || refused_ || stream_ == nullptr) return;
+    Refuse(core_->CheckAdmission());
   }
 
   void OnHalfClose() override {
@@ -220,7 +235,6 @@ class Worker::UpstreamHandler : public AcceptedHandler {
     core_->CloseAccepted(stream_, status);
   }
 
-  const std::shared_ptr<Core> core_;
   const Method method_;
   std::shared_ptr<Stream> stream_;
   const PeerInfo peer_;
@@ -236,7 +250,7 @@ class Worker::UpstreamHandler : public AcceptedHandler {
 class Worker::ReturnAcceptHandler : public AcceptedHandler {
  public:
   ReturnAcceptHandler(std::shared_ptr<Core> core, std::shared_ptr<Stream> stream, PeerInfo peer)
-      : core_(std::move(core)), stream_(std::move(stream)), peer_(std::move(peer)) {}
+      : AcceptedHandler(std::move(core)), stream_(std::move(stream)), peer_(std::move(peer)) {}
 
   void OnMessage(absl::string_view bytes) override {
     v1::ReturnRequest request;
@@ -325,7 +339,6 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
     core_->CloseAccepted(stream_, status);
   }
 
-  const std::shared_ptr<Core> core_;
   std::shared_ptr<Stream> stream_;
   const PeerInfo peer_;
   bool refused_ = false;
@@ -456,17 +469,25 @@ void Worker::Tick() {
 }
 
 void Worker::BeginDrain(absl::Time deadline) {
+  std::vector<std::shared_ptr<AcceptedHandler>> unopened;
+  {
+    absl::MutexLock lock(&unopened_mu_);
+    for (const Unopened& entry : unopened_) {
+      if (auto handler = entry.handler.lock()) unopened.push_back(std::move(handler));
+    }
+  }
   absl::MutexLock lock(&core_->mu);
   if (core_->state != v1::WORKER_STATE_FAILED) SetState(v1::WORKER_STATE_DRAINING);
   drain_deadline_ = std::min(drain_deadline_, deadline);
   const std::vector<std::shared_ptr<Session>> sessions(core_->sessions.begin(),
                                                        core_->sessions.end());
   for (const auto& session : sessions) session->OnDrain(/*expired=*/false);
+  for (const auto& handler : unopened) handler->OnDrain();
 }
 
-bool Worker::has_sessions() const {
+bool Worker::is_busy() const {
   absl::MutexLock lock(&core_->mu);
-  return !core_->sessions.empty();
+  return !core_->sessions.empty() || core_->accepted_streams > 0;
 }
 
 void Worker::Stop() {

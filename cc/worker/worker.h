@@ -51,7 +51,8 @@ class Worker : public StreamAcceptor {
 
   // No new sessions from now on. Idle ones end at once, running generations by `deadline`.
   void BeginDrain(absl::Time deadline);
-  bool has_sessions() const;
+  // Whether a session is open, or a stream whose peer has not been told its end yet.
+  bool is_busy() const;
   // Ends what is left and joins the threads.
   void Stop();
 

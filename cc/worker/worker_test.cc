@@ -814,7 +814,7 @@ TEST_P(WorkerTest, DrainsInGoodOrder) {
   EXPECT_EQ(idle.error()->reason(), v1::REASON_DRAINING);
   ASSERT_TRUE(busy.WaitError());
   EXPECT_THAT(busy.tokens(1), SizeIs(60)) << "the running generation comes to its end";
-  EXPECT_TRUE(cluster_->WaitUntil([&] { return !cluster_->worker(endpoints[0]).has_sessions(); }));
+  EXPECT_TRUE(cluster_->WaitUntil([&] { return !cluster_->worker(endpoints[0]).is_busy(); }));
   EXPECT_TRUE(AllFree(endpoints));
 }
 
