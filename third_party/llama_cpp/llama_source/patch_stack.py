@@ -34,6 +34,12 @@ _FORBIDDEN = re.compile(
     r"|\bauth\b|authenticat|authori[sz]|credential|password|\btls\b|x509",
     re.I,
 )
+# where names that patches rely on are looked up
+_CODE_FOLDERS = ("ggml/", "include/", "src/")
+_CODE_FILES = (".c", ".cpp", ".cu", ".h", ".hpp")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*")
+_PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +117,42 @@ def check_headers(stack: Stack) -> None:
                 )
 
 
+def upstream_names(patch: diff.Patch) -> list[str]:
+    """The identifiers that a patch's header says it relies on, in order.
+
+    Prose is allowed between them: what counts is qualified (a::b) or written with an underscore.
+    """
+    block = patch.message[patch.message.index("Upstream:") + len("Upstream:") :]
+    block = block.split("\nDrop-when:")[0]
+    block = _PATH.sub(" ", block)
+    return [name for name in _IDENTIFIER.findall(block) if "_" in name or "::" in name]
+
+
+def check_upstream_names(stack: Stack, source: Path, entries: Mapping[str, git_tree.Entry]) -> None:
+    """Everything that the headers name is still in the code. Raises PATCH_CONFLICT.
+
+    A hunk only notices what happens beside it; what the patch calls elsewhere is in its header.
+    """
+    words: set[str] = set()
+    for path in entries:
+        if (
+            path.startswith(_CODE_FOLDERS)
+            and path.endswith(_CODE_FILES)
+            and (source / path).exists()
+        ):
+            text = (source / path).read_text(encoding="utf-8", errors="replace")
+            words.update(_WORD.findall(text))
+    for patch in stack.patches:
+        lost = [n for n in upstream_names(patch) if not words.issuperset(_WORD.findall(n))]
+        if lost:
+            raise LlamaSourceError(
+                Reason.PATCH_CONFLICT,
+                f"{patch.name} relies on names that this source does not have",
+                expected="what its 'Upstream:' field names; adapt the patch to what became of it",
+                found="no " + ", ".join(lost),
+            )
+
+
 def check_rules(stack: Stack, pinned: Mapping[str, git_tree.Entry]) -> None:
     """It touches upstream's files only, keeps attribution, stays generic. Or PATCH_FORBIDDEN."""
     known = set(pinned)
@@ -176,6 +218,7 @@ def check(manifest: Manifest, stack: Stack, source: Path, *, patched: bool = Fal
         entries = git_tree.verify(source, manifest.tree, manifest.listing)
         tree = memory_tree(source, entries, stack)
     check_rules(stack, tree.entries)
+    check_upstream_names(stack, source, tree.entries)
     licence = hashlib.sha256((source / manifest.licence_file).read_bytes()).hexdigest()
     if licence != manifest.licence_sha256:
         raise LlamaSourceError(
@@ -216,7 +259,7 @@ def check_against(stack: Stack, source: Path) -> str:
     """Tries the stack on a candidate for a new pin; returns the hash of the patched tree.
 
     Hunks may have moved. Raises PATCH_CONFLICT, which names the first patch that does not apply,
-    and its hunk.
+    and its hunk; or the first that relies on a name that is gone.
     """
     entries = git_tree.scan(source)
     check_rules(
@@ -225,6 +268,7 @@ def check_against(stack: Stack, source: Path) -> str:
     tree = memory_tree(source, entries, stack)
     for patch in stack.patches:
         diff.apply(patch, tree, exact=False)
+    check_upstream_names(stack, source, entries)
     return git_tree.tree_hash(tree.entries)
 
 

@@ -152,6 +152,30 @@ def test_on_another_pin_the_first_conflict_is_named(upstream: Upstream) -> None:
     assert caught.value.found == "no such file"
 
 
+def test_names_that_a_patch_relies_on_must_be_there(upstream: Upstream) -> None:
+    header = (
+        "\n\nWhy: because.\nUpstream: shop::open_door, close, the file src/no_such_file.c,\n"
+        "    keep_open as it was\nDrop-when: never\n"
+    )
+    changed = FILES["src/models/small.c"] + b"int door;\n"
+    upstream.commit_change("door: open it", {"src/models/small.c": changed}, header)
+    regenerate.regenerate(manifest.load(upstream.pin), upstream.work_tree, upstream.patches)
+    stack = patch_stack.load(upstream.patches)
+    assert patch_stack.upstream_names(stack.patches[0]) == ["shop::open_door", "keep_open"]
+    (upstream.source / "src/doors.h").write_text("struct shop { void open_door(); };\n")
+    with pytest.raises(LlamaSourceError) as caught:
+        patch_stack.check_against(stack, upstream.source)
+    assert caught.value.reason is Reason.PATCH_CONFLICT
+    assert caught.value.message == (
+        "0001-door.patch relies on names that this source does not have"
+    )
+    assert caught.value.found == "no keep_open"
+    (upstream.source / "src/doors.h").write_text(
+        "struct shop { void open_door(), keep_open(); };\n"
+    )
+    patch_stack.check_against(stack, upstream.source)
+
+
 def _load_error(upstream: Upstream) -> LlamaSourceError:
     with pytest.raises(LlamaSourceError) as caught:
         patch_stack.load(upstream.patches)
