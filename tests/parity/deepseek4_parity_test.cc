@@ -3,12 +3,8 @@
 //
 // Whole and split run the same batch shapes with the same settings: that is what parity means on a
 // CPU. The model is a random one with every kind of layer (window only, CSA, HCA; hash layers 0-2).
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <limits>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,11 +14,10 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/parity/trace.h"
 
 namespace meshnet {
 namespace {
-
-using Cuts = std::vector<uint32_t>;
 
 LlamaEngineOptions BaseOptions() {
   LlamaEngineOptions options;
@@ -36,75 +31,8 @@ LlamaEngineOptions BaseOptions() {
   return options;
 }
 
-EngineChain Load(LlamaEngineOptions options, const Cuts& cuts) {
-  EngineChain chain;
-  options.range.begin = 0;
-  for (size_t i = 0; i <= cuts.size(); ++i) {
-    options.range.end = i < cuts.size() ? cuts[i] : 0;
-    auto engine = LoadLlamaEngine(options);
-    EXPECT_TRUE(engine.ok()) << engine.status();
-    if (!engine.ok()) return {};
-    chain.push_back(*std::move(engine));
-    options.range.begin = options.range.end;
-  }
-  return chain;
-}
-
-// Infinite when there is nothing to compare.
-double MaxDifference(const std::vector<float>& a, const std::vector<float>& b) {
-  if (a.empty() || a.size() != b.size()) return std::numeric_limits<double>::infinity();
-  double max = 0.0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const double difference = std::abs(static_cast<double>(a[i]) - b[i]);
-    if (!(difference <= max)) max = difference;  // also for NaN
-  }
-  return max;
-}
-
-struct Trace {
-  std::vector<float> prompt_logits;  // of every row
-  std::vector<float> text_logits;    // of every generated token
-  std::vector<int32_t> text;
-};
-
-int32_t Best(absl::Span<const float> logits) {
-  return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
 void Append(std::vector<float>* all, const std::vector<float>& more) {
   all->insert(all->end(), more.begin(), more.end());
-}
-
-// Prefills in chunks, then decodes greedily.
-Trace RunSession(const EngineChain& chain, const SessionKey& key,
-                 const std::vector<int32_t>& prompt, size_t chunk, size_t count) {
-  for (const auto& engine : chain) EXPECT_TRUE(engine->OpenSession(key, {}, nullptr).ok());
-  const size_t vocabulary = chain[0]->capability().vocabulary_size;
-  Trace trace;
-  uint32_t position = 0;
-  int32_t next = 0;
-  while (position < prompt.size() + count) {
-    const bool in_prompt = position < prompt.size();
-    const absl::Span<const int32_t> rows =
-        in_prompt ? absl::MakeConstSpan(prompt).subspan(position, chunk)
-                  : absl::Span<const int32_t>(&next, 1);
-    const StepOutput output =
-        RunThrough(chain, MakeStep(key, position, rows, OutputRows::kAllLogits));
-    EXPECT_TRUE(output.status.ok()) << output.status;
-    if (!output.status.ok()) break;
-    Append(in_prompt ? &trace.prompt_logits : &trace.text_logits, output.logits);
-    position += static_cast<uint32_t>(rows.size());
-    next = Best(absl::MakeConstSpan(output.logits).last(vocabulary));
-    if (position >= prompt.size()) trace.text.push_back(next);
-  }
-  for (const auto& engine : chain) EXPECT_TRUE(engine->Release(key).ok());
-  return trace;
-}
-
-void ExpectEqual(const Trace& split, const Trace& whole) {
-  EXPECT_EQ(MaxDifference(split.prompt_logits, whole.prompt_logits), 0.0);
-  EXPECT_EQ(MaxDifference(split.text_logits, whole.text_logits), 0.0);
-  EXPECT_EQ(split.text, whole.text);
 }
 
 std::vector<int32_t> Prompt(const EngineChain& chain, size_t n, uint32_t seed = 11) {
@@ -119,7 +47,7 @@ TEST(DeepSeek4ParityTest, EverySingleCut) {
   Trace whole;
   uint32_t layers = 0;
   {
-    const EngineChain chain = Load(options, {});
+    const EngineChain chain = LoadStages(options, {});
     layers = chain[0]->capability().model_layers;
     prompt = Prompt(chain, 200);
     whole = RunSession(chain, Key('w'), prompt, 64, 64);
@@ -128,19 +56,19 @@ TEST(DeepSeek4ParityTest, EverySingleCut) {
   ASSERT_EQ(whole.text.size(), 65u);
   for (uint32_t cut = 1; cut < layers; ++cut) {
     SCOPED_TRACE(cut);
-    ExpectEqual(RunSession(Load(options, {cut}), Key('s'), prompt, 64, 64), whole);
+    ExpectEqual(RunSession(LoadStages(options, {cut}), Key('s'), prompt, 64, 64), whole);
   }
 }
 
 TEST(DeepSeek4ParityTest, TwoToEightStages) {
   const LlamaEngineOptions options = BaseOptions();
-  const EngineChain reference = Load(options, {});
+  const EngineChain reference = LoadStages(options, {});
   const std::vector<int32_t> prompt = Prompt(reference, 200);
   const Trace whole = RunSession(reference, Key('w'), prompt, 64, 32);
   for (const Cuts& cuts : {Cuts{4}, Cuts{2, 5}, Cuts{1, 2, 3}, Cuts{2, 4, 6}, Cuts{1, 3, 4, 6},
                            Cuts{1, 2, 3, 4, 5, 6, 7}}) {
     SCOPED_TRACE(testing::PrintToString(cuts));
-    ExpectEqual(RunSession(Load(options, cuts), Key('s'), prompt, 64, 32), whole);
+    ExpectEqual(RunSession(LoadStages(options, cuts), Key('s'), prompt, 64, 32), whole);
   }
 }
 
@@ -152,11 +80,11 @@ TEST_P(PromptLengthTest, LongPromptsInChunks) {
   options.context_tokens = 2304;
   options.max_step_tokens = static_cast<uint32_t>(chunk);
   options.max_logit_rows = static_cast<uint32_t>(chunk);
-  const EngineChain reference = Load(options, {});
+  const EngineChain reference = LoadStages(options, {});
   const std::vector<int32_t> prompt = Prompt(reference, length);
   const Trace whole = RunSession(reference, Key('w'), prompt, chunk, 64);
   ASSERT_EQ(whole.text.size(), 65u);
-  ExpectEqual(RunSession(Load(options, {2, 3, 5}), Key('s'), prompt, chunk, 64), whole);
+  ExpectEqual(RunSession(LoadStages(options, {2, 3, 5}), Key('s'), prompt, chunk, 64), whole);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -172,8 +100,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(DeepSeek4ParityTest, InterleavedSessionsEqualTheWholeModelAlone) {
   LlamaEngineOptions options = BaseOptions();
   options.max_sessions = 4;
-  const EngineChain reference = Load(options, {});
-  const EngineChain chain = Load(options, {2, 5});
+  const EngineChain reference = LoadStages(options, {});
+  const EngineChain chain = LoadStages(options, {2, 5});
   constexpr size_t kSessions = 4;
   constexpr size_t kTokens = 24;
   std::vector<std::vector<int32_t>> prompts;
@@ -223,7 +151,7 @@ TEST(DeepSeek4ParityTest, SharedBatchesEqualTheWholeModel) {
   options.max_sessions = 4;
   std::vector<std::vector<int32_t>> texts;
   for (const Cuts& cuts : {Cuts{}, Cuts{1, 3, 6}}) {
-    const EngineChain chain = Load(options, cuts);
+    const EngineChain chain = LoadStages(options, cuts);
     std::vector<std::vector<int32_t>> rows;
     std::vector<uint32_t> positions(4, 0);
     for (uint32_t i = 0; i < 4; ++i) {
@@ -258,7 +186,7 @@ TEST(DeepSeek4ParityTest, RolledBackDraftsEqualTheWholeModel) {
   const LlamaEngineOptions options = BaseOptions();
   std::vector<std::vector<float>> logits;
   for (const Cuts& cuts : {Cuts{}, Cuts{3}, Cuts{1, 2, 3, 4, 5, 6, 7}}) {
-    const EngineChain chain = Load(options, cuts);
+    const EngineChain chain = LoadStages(options, cuts);
     for (const auto& engine : chain) ASSERT_TRUE(engine->OpenSession(Key('d'), {}, nullptr).ok());
     const std::vector<int32_t> prompt = Prompt(chain, 60);
     ASSERT_TRUE(RunThrough(chain, MakeStep(Key('d'), 0, prompt)).status.ok());
@@ -281,7 +209,7 @@ TEST(DeepSeek4ParityTest, RolledBackDraftsEqualTheWholeModel) {
 // What was drafted and dropped leaves no trace: single tokens, so that batch shapes are equal.
 TEST(DeepSeek4ParityTest, ARolledBackSessionEqualsOneThatNeverDrafted) {
   const LlamaEngineOptions options = BaseOptions();
-  const EngineChain chain = Load(options, {2, 4});
+  const EngineChain chain = LoadStages(options, {2, 4});
   const std::vector<int32_t> prompt = Prompt(chain, 60);
   const std::vector<int32_t> text = Prompt(chain, 150, 3);
   std::vector<std::vector<float>> logits;
@@ -307,7 +235,7 @@ TEST(DeepSeek4ParityTest, ARolledBackSessionEqualsOneThatNeverDrafted) {
 
 TEST(DeepSeek4ParityTest, AReusedSlotHoldsNothingOfItsFormerSession) {
   const LlamaEngineOptions options = BaseOptions();
-  const EngineChain chain = Load(options, {3, 6});
+  const EngineChain chain = LoadStages(options, {3, 6});
   const std::vector<int32_t> prompt = Prompt(chain, 200);
   const Trace first = RunSession(chain, Key('a'), prompt, 64, 16);
   RunSession(chain, Key('b'), Prompt(chain, 333, 77), 64, 16);
