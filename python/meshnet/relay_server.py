@@ -1,0 +1,108 @@
+"""The relay behind gRPC: `python -m meshnet.relay_server --listen=...`
+
+async with serve(RelaySettings()) as (endpoint, metrics_port): ...
+
+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from absl import app, flags
+
+from meshnet.errors import ControlError, Reason
+from meshnet.relay import CallRecord, Relay, RelayOptions
+from meshnet.telemetry import Telemetry
+from meshnet.transport import TlsFiles, bind, make_server
+
+__all__ = ["RelaySettings", "serve"]
+
+_FAREWELL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RelaySettings:
+    """What one relay process is started with."""
+
+    listen: str = "127.0.0.1:0"
+    metrics_listen: str = ""
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    options: RelayOptions = field(default_factory=RelayOptions)
+    # Gets every call that is over; None: a line of JSON on stderr.
+    record: Callable[[CallRecord], None] | None = None
+
+
+@contextlib.asynccontextmanager
+async def serve(settings: RelaySettings) -> AsyncIterator[tuple[str, int]]:
+    """Serves while the block runs; gives endpoint and port of the metrics. Raises ControlError."""
+    async with contextlib.AsyncExitStack() as stack:
+        telemetry = Telemetry("relay")
+        relay = Relay(telemetry, settings.options, settings.record)
+        server = make_server()
+        server.add_generic_rpc_handlers((relay.handler(),))
+        port = bind(server, settings.listen, settings.tls, insecure=settings.insecure)
+        metrics_port = 0
+        if settings.metrics_listen:
+            metrics_port = stack.enter_context(
+                telemetry.serve(settings.metrics_listen, insecure=settings.insecure)
+            )
+        await server.start()
+        stack.push_async_callback(server.stop, _FAREWELL_SECONDS)
+        yield f"{settings.listen.rpartition(':')[0]}:{port}", metrics_port
+
+
+_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7200", "Where to serve, HOST:PORT.")
+_METRICS = flags.DEFINE_string("metrics_listen", "", "Where to serve /metrics, HOST:PORT.")
+_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate of this server.")
+_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its key.")
+_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authority of peers.")
+_INSECURE = flags.DEFINE_bool("insecure", False, "Serve beyond loopback without TLS.")
+
+
+def _log(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
+
+
+async def _run() -> None:
+    named = [flag.value for flag in (_CERT, _KEY, _CA)]
+    if any(named) and not all(named):
+        raise ControlError(
+            Reason.CONFIGURATION_INVALID, "expected --tls_cert, --tls_key and --tls_ca together"
+        )
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    settings = RelaySettings(
+        listen=_LISTEN.value,
+        metrics_listen=_METRICS.value,
+        tls=TlsFiles(*(pathlib.Path(name) for name in named)) if all(named) else None,
+        insecure=_INSECURE.value,
+    )
+    async with serve(settings) as (endpoint, metrics_port):
+        _log("listening", address=endpoint, metrics_port=metrics_port)
+        await ended.wait()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program."""
+    if len(argv) > 1:
+        raise app.UsageError(f"expected flags only, got {argv[1]}")
+    try:
+        asyncio.run(_run())
+    except ControlError as error:
+        _log("failed", reason=error.reason.name, message=error.message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
