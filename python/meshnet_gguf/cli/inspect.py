@@ -3,10 +3,11 @@
     meshnet inspect model.gguf
     meshnet inspect model-00001-of-00003.gguf --cuts 12,30 --json
     meshnet inspect model.gguf --stages 4 --svg layers.svg
+    meshnet inspect model.gguf --contract deepseek-v4-flash
 
 Takes one GGUF file, or any part of a split set. Reads headers alone, so a model of any size takes
 moments. A tensor that no class covers, or one that the architecture requires and the file lacks,
-is an error.
+is an error. With --contract, so is a model other than the one that is meant.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from absl import app, flags
 
 from meshnet_gguf import inventory_picture
 from meshnet_gguf.cli import output
+from meshnet_gguf.contract import load_contract, require_contract
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model, read_model
 from meshnet_gguf.inventory import Inventory, Layer, even_split, take_inventory
@@ -37,6 +39,10 @@ _STAGES = flags.DEFINE_integer(
 )
 _SVG = flags.DEFINE_string("svg", None, "Write a picture of bytes per layer to this file.")
 
+_CONTRACT = flags.DEFINE_string(
+    "contract", None, "Refuse a model that is not the one of this contract."
+)
+
 _Split = tuple[tuple[int, int], ...]
 
 
@@ -48,6 +54,8 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError("expected --cuts or --stages, got both")
     model = read_model(output.given_path(arguments[0]))
     inventory = take_inventory(model)
+    if _CONTRACT.value:
+        require_contract(load_contract(_CONTRACT.value), model, inventory)
     if _STAGES.value:
         cuts = [begin for begin, _ in even_split(inventory, _STAGES.value)[1:]]
     else:

@@ -87,6 +87,15 @@ def test_picture_is_written(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "a.svg").read_text().startswith("<svg ")
 
 
+def test_contract_accepts_what_is_meant_and_refuses_another() -> None:
+    assert meshnet("inspect", TINY, "--contract=deepseek4-tiny-fixture").returncode == 0
+    error = answer("inspect", TINY, "--contract=deepseek-v4-flash", code=1)["error"]
+    assert error["reason"] == "ARTIFACT_MISMATCH"
+    assert "expected 43 main layers" in error["message"]
+    error = answer("inspect", TINY, "--contract=unknown", code=1)["error"]
+    assert error["reason"] == "CONFIGURATION_INVALID"
+
+
 def test_refusals_have_a_reason(tmp_path: pathlib.Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF")
