@@ -17,6 +17,7 @@
 namespace meshnet::worker {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::SizeIs;
 
 std::vector<int32_t> Prompt(size_t size) {
@@ -324,6 +325,102 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(std::make_pair(TapVerdict::kDrop, v1::REASON_FRAGMENT_OUT_OF_ORDER),
                       std::make_pair(TapVerdict::kDuplicate, v1::REASON_FRAGMENT_DUPLICATE),
                       std::make_pair(TapVerdict::kDelay, v1::REASON_FRAGMENT_OUT_OF_ORDER)));
+
+// One session whose line to one stage breaks, whichever moment that is.
+class BreakTest : public FaultTest, public ::testing::WithParamInterface<size_t> {
+ protected:
+  struct Outcome {
+    // Messages that passed the line before it broke, or all that there were.
+    int messages = 0;
+    bool broke = false;
+    // The client was told: a whole answer and the end of the session, or why not.
+    bool complete = false;
+    v1::Reason reason = v1::REASON_UNSPECIFIED;
+    std::vector<int32_t> tokens;
+  };
+
+  // Opens, generates and closes; the line breaks with its `nth` message on it, never for 0.
+  Outcome Run(int nth) {
+    Outcome outcome;
+    const std::string endpoint = endpoints_[GetParam()];
+    network_->SetTap([&](const Passing& passing) {
+      if (passing.endpoint != endpoint || outcome.broke) return TapVerdict::kDeliver;
+      return ++outcome.messages == nth ? TapVerdict::kDrop : TapVerdict::kDeliver;
+    });
+    TestClient client(cluster_.get(), endpoints_);
+    bool asked = false;
+    bool left = false;
+    const auto ended = [&] {
+      if (nth > 0 && outcome.messages == nth && !outcome.broke) {
+        outcome.broke = true;
+        network_->Break(endpoint);
+      }
+      if (!asked && !client.events().empty() && client.events()[0].has_opened()) {
+        asked = true;
+        client.Generate(1, Prompt(75), 6);
+      }
+      if (!left && client.finished(1).has_value()) {
+        left = true;
+        client.HalfClose();
+      }
+      return client.stream().closed();
+    };
+    // The bar: within two seconds, of this network's clock.
+    for (int waited = 0; !cluster_->WaitUntil(ended) && waited < 2000; waited += 250) {
+      cluster_->PassTime(absl::Milliseconds(250));
+    }
+    network_->SetTap(nullptr);
+    outcome.tokens = client.tokens(1);
+    if (!client.stream().closed()) return outcome;
+    outcome.complete = client.closed_event().has_value();
+    if (client.error().has_value()) {
+      outcome.reason = client.error()->reason();
+    } else if (!client.stream().handler->closed()->ok()) {
+      outcome.reason = client.stream().closed_reason();
+    }
+    return outcome;
+  }
+
+  void ExpectNothingHeld() {
+    EXPECT_TRUE(AllFree());
+    EXPECT_EQ(network_->queued_bytes(), 0);
+    for (const std::string& endpoint : endpoints_) {
+      const v1::Metrics metrics = cluster_->worker(endpoint).GetMetrics();
+      EXPECT_EQ(metrics.queued_steps(), 0);
+      EXPECT_EQ(metrics.queued_bytes(), 0);
+      EXPECT_EQ(metrics.kv_bytes(), 0);
+    }
+  }
+};
+
+TEST_P(BreakTest, AtAnyMessageIsToldAndLeavesNothing) {
+  const Outcome whole = Run(0);
+  ASSERT_TRUE(whole.complete);
+  ASSERT_THAT(whole.tokens, SizeIs(6));
+  ASSERT_GT(whole.messages, 8);
+  for (int nth = 1; nth <= whole.messages; ++nth) {
+    SCOPED_TRACE(absl::StrCat("message ", nth, " of ", whole.messages));
+    Start({});
+    const Outcome outcome = Run(nth);
+    ASSERT_TRUE(outcome.broke);
+    if (outcome.complete) {
+      EXPECT_EQ(outcome.reason, v1::REASON_UNSPECIFIED);
+      EXPECT_EQ(outcome.tokens, whole.tokens);
+    } else {
+      EXPECT_THAT(outcome.reason, AnyOf(v1::REASON_PEER_LOST, v1::REASON_PEER_UNREACHABLE));
+      // What came before is right all the same.
+      ASSERT_LE(outcome.tokens.size(), whole.tokens.size());
+      EXPECT_TRUE(std::equal(outcome.tokens.begin(), outcome.tokens.end(), whole.tokens.begin()));
+    }
+    RunUntilQuiet();
+    ExpectNothingHeld();
+    network_->Listen(endpoints_[GetParam()], &cluster_->worker(endpoints_[GetParam()]));
+    ExpectServes();
+    ExpectNothingHeld();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, BreakTest, ::testing::Range<size_t>(0, 3));
 
 TEST_F(FaultTest, ARelayPassesTheSameBytes) {
   // What goes to the tail, directly.
