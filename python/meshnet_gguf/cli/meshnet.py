@@ -32,6 +32,14 @@ COMMANDS = {
         "meshnet_gguf.cli.inspect",
         "show what a model consists of and where it may be cut",
     ),
+    "keys": (
+        "meshnet_gguf.cli.keys",
+        "make keys that sign certification records and route tokens",
+    ),
+    "recipe": (
+        "meshnet_gguf.cli.recipe",
+        "show what must be equal for workers to serve together, and where two differ",
+    ),
 }
 
 _HELP = ("-h", "--help", "-help", "help")

@@ -1,0 +1,96 @@
+"""Shows the recipe of a running worker field by field, or where two workers' recipes differ.
+
+    meshnet recipe 127.0.0.1:7001
+    meshnet recipe 127.0.0.1:7001 127.0.0.1:7002
+
+Workers serve one route only if their recipes' fingerprints are equal. The fingerprint is computed
+anew from the fields here; a worker that claims another one is an error. With two workers the exit
+code is 1 when they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import rich.box
+import rich.console
+import rich.table
+from absl import app, flags
+
+from meshnet_gguf.cli import output
+from meshnet_gguf.client import Capability, WorkerClient
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.protocol import recipe_fingerprint
+from meshnet_gguf.recipe import differences, explain
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["run"]
+
+_INSECURE = flags.DEFINE_bool("insecure", False, "Dial workers beyond loopback without TLS.")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command."""
+    if len(arguments) not in (1, 2):
+        raise app.UsageError(f"expected one or two workers as HOST:PORT, got {len(arguments)}")
+    found = asyncio.run(_ask_all(arguments))
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    if len(found) == 1:
+        _show(found[0], console)
+        return 0
+    changes = differences(found[0].recipe, found[1].recipe)
+    if output.wants_json():
+        output.print_json(
+            {
+                "fingerprints": [capability.recipe_fingerprint for capability in found],
+                "differences": [
+                    {"name": name, "values": [first, second]} for name, first, second in changes
+                ],
+            }
+        )
+    elif not changes:
+        console.print(f"the same recipe: {found[0].recipe_fingerprint}", markup=False)
+    else:
+        table = rich.table.Table("field", *arguments, box=rich.box.SIMPLE)
+        for name, *values in changes:
+            table.add_row(name, *("(none)" if value is None else value for value in values))
+        console.print(table)
+    return 1 if changes else 0
+
+
+async def _ask_all(endpoints: Sequence[str]) -> list[Capability]:
+    return list(await asyncio.gather(*(_ask(endpoint) for endpoint in endpoints)))
+
+
+async def _ask(endpoint: str) -> Capability:
+    async with WorkerClient(endpoint, allow_insecure=bool(_INSECURE.value)) as worker:
+        capability = await worker.capability()
+    computed = recipe_fingerprint(capability.recipe.items())
+    if computed != capability.recipe_fingerprint:
+        raise MeshnetError(
+            errors_pb2.REASON_RECIPE_MISMATCH,
+            f"worker {endpoint} says fingerprint {capability.recipe_fingerprint}, "
+            f"but its fields give {computed}",
+        )
+    return capability
+
+
+def _show(capability: Capability, console: rich.console.Console) -> None:
+    entries = explain(capability.recipe)
+    if output.wants_json():
+        output.print_json(
+            {
+                "fingerprint": capability.recipe_fingerprint,
+                "evidence": capability.evidence,
+                "layers": [capability.layers.begin, capability.layers.end],
+                "fields": [vars(entry) for entry in entries],
+            }
+        )
+        return
+    table = rich.table.Table("field", "value", "what it is", box=rich.box.SIMPLE)
+    for entry in entries:
+        table.add_row(entry.name, entry.value, entry.meaning)
+    console.print(table)
+    console.print(f"fingerprint {capability.recipe_fingerprint}", markup=False)
+    console.print(f"layers {capability.layers}, evidence {capability.evidence}", markup=False)

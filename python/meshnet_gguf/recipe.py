@@ -1,0 +1,68 @@
+"""Recipes for people: what each field is, and where two recipes differ.
+
+    for field in explain(capability.recipe):
+        print(field.name, field.value, field.meaning)
+    differences(first, second)      # [("kv_type", "f16", "q8_0"), ...]
+
+A recipe's canonical serialisation is documented at Recipe in proto/meshnet/shard/v1/shard.proto;
+meshnet_gguf.protocol.recipe_fingerprint computes its fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["RecipeEntry", "differences", "explain"]
+
+# Why a field is part of the recipe. Fields that are not here are shown without a meaning.
+_MEANINGS = {
+    "activation_dtype": "number format of the residual between layers",
+    "adapter": "our code that runs an architecture by layer ranges, and its version",
+    "architecture": "which computation the layers are",
+    "artifact_sha256": "the model file, every byte of it",
+    "backend": "which kind of device computes",
+    "batch_policy": "whether rows of several sessions share matrix products",
+    "boundary_schema": "which tensors cross a seam, and their version",
+    "cpu_repack": "whether weights are rearranged for the kernels, which sum in another order then",
+    "cpu_variant": "the instruction set whose kernels run",
+    "flash_attention": "which attention kernel runs",
+    "flash_attention_threads": "in how many parts a long cache is summed",
+    "kv_layout": "how cached tokens lie in memory",
+    "kv_type": "number format of cached tokens",
+    "layers": "layers of the pretended model",
+    "llama_cpp_commit": "the upstream source that computes",
+    "llama_cpp_patches_sha256": "our patches on it, in their order",
+    "max_step_tokens": "rows of one step",
+    "prefill_chunk": "rows of a prompt that are computed at once; a chunk's size chooses kernels",
+    "quantization": "number format of the weights",
+    "tokenizer_sha256": "text to tokens and back",
+    "vocabulary_size": "number of tokens",
+    "width": "numbers in one row of the residual",
+    "wire_dtype": "number format on seams",
+}
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """One field; `meaning` is empty for one that this version does not know."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def explain(recipe: Mapping[str, str]) -> list[RecipeEntry]:
+    """All fields, sorted by name."""
+    return [RecipeEntry(name, recipe[name], _MEANINGS.get(name, "")) for name in sorted(recipe)]
+
+
+def differences(
+    first: Mapping[str, str], second: Mapping[str, str]
+) -> list[tuple[str, str | None, str | None]]:
+    """Name and both values of every field that differs, sorted; None where a side lacks it."""
+    return [
+        (name, first.get(name), second.get(name))
+        for name in sorted(first.keys() | second.keys())
+        if first.get(name) != second.get(name)
+    ]
