@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 #include "absl/types/span.h"
 #include "cc/shard_engine/engine_chain.h"
 #include "cc/shard_engine/llama/llama_engine.h"
+#include "cc/worker/seam_peer.h"
 #include "cc/worker/test_cluster.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -151,6 +153,72 @@ TEST(DeepSeek4SeamTest, NothingButTheBoundaryCrosses) {
     EXPECT_EQ(position, ids.size() - 1);
   }
   EXPECT_GT(kinds[v1::SeamMessage::kFrame], 0);
+}
+
+// What does not fit the boundary is refused by name, before any layer runs.
+TEST(DeepSeek4SeamTest, OtherBoundariesAreRefusedBeforeExecution) {
+  const auto cluster = MakeMemoryCluster({});
+  std::vector<std::string> endpoints;
+  for (const LayerRange& range : std::vector<LayerRange>{{0, 2}, {2, 8}}) {
+    WorkerSpec spec;
+    spec.range = range;
+    spec.make_engine = [range] { return Load(range); };
+    endpoints.push_back(cluster->Add(spec));
+  }
+  int sessions = 0;
+  const auto refusal = [&](const std::function<void(SeamPeer&)>& misbehave) {
+    SeamPeer peer(cluster.get(), MakeOpen(*cluster, endpoints, absl::StrCat("s", ++sessions)));
+    EXPECT_TRUE(peer.Opened());
+    EXPECT_TRUE(peer.Attach());
+    misbehave(peer);
+    return peer.WaitRefusal();
+  };
+  const auto changed = [&](const std::function<void(v1::Frame*)>& change) {
+    return refusal([&](SeamPeer& peer) {
+      std::vector<v1::SeamMessage> messages = peer.Encode(peer.MakeStep(1, 0, {1, 2}));
+      change(messages[0].mutable_frame());
+      peer.seam.Send(messages[0]);
+    });
+  };
+  const auto shape = [](v1::TensorHeader* tensor, const std::vector<uint64_t>& extents) {
+    tensor->mutable_shape()->Assign(extents.begin(), extents.end());
+  };
+
+  // As many numbers, but the streams are no axis any more, or another one.
+  EXPECT_EQ(changed([&](auto* f) { shape(f->mutable_tensors(0), {2, kStreams * kEmbedding}); }),
+            v1::REASON_SHAPE_MISMATCH);
+  EXPECT_EQ(changed([&](auto* f) { shape(f->mutable_tensors(0), {2, kEmbedding, kStreams}); }),
+            v1::REASON_SHAPE_MISMATCH);
+  EXPECT_EQ(changed([&](auto* f) { shape(f->mutable_tensors(0), {1, kStreams, kEmbedding}); }),
+            v1::REASON_SHAPE_MISMATCH);
+  // Layer 2 chooses experts by the ids.
+  EXPECT_EQ(changed([](auto* f) { f->mutable_tensors()->RemoveLast(); }),
+            v1::REASON_TENSOR_MISSING);
+  EXPECT_EQ(changed([&](auto* f) { shape(f->mutable_tensors(2), {1}); }),
+            v1::REASON_SHAPE_MISMATCH);
+  EXPECT_EQ(changed([](auto* f) { f->mutable_tensors(0)->set_dtype(v1::DTYPE_F16); }),
+            v1::REASON_DTYPE_MISMATCH);
+  for (const TensorSpec& reserved : ReservedMtpTensors(kStreams, kEmbedding)) {
+    EXPECT_EQ(changed([&](auto* f) {
+                v1::TensorHeader* tensor = f->add_tensors();
+                *tensor = f->tensors(2);
+                tensor->set_name(reserved.name);
+              }),
+              v1::REASON_TENSOR_UNEXPECTED);
+  }
+  EXPECT_EQ(changed([](auto* f) { f->mutable_reserved_state()->set_mtp("x"); }),
+            v1::REASON_RESERVED_FIELD_SET);
+  EXPECT_EQ(changed([](auto* f) { f->mutable_reserved_state()->set_architecture_state("x"); }),
+            v1::REASON_RESERVED_FIELD_SET);
+  EXPECT_EQ(changed([](auto* f) { f->set_boundary_schema("dense.residual"); }),
+            v1::REASON_BOUNDARY_SCHEMA_MISMATCH);
+  EXPECT_EQ(changed([](auto* f) { f->set_boundary_version(2); }),
+            v1::REASON_BOUNDARY_SCHEMA_MISMATCH);
+  EXPECT_EQ(refusal([](SeamPeer& p) { p.Send(p.MakeStep(1, 5, {1})); }), v1::REASON_CACHE_MISS);
+
+  EXPECT_TRUE(cluster->WaitUntil([&] { return cluster->open_sessions(endpoints[1]) == 0; }));
+  const v1::Metrics metrics = cluster->worker(endpoints[1]).GetMetrics();
+  EXPECT_EQ(metrics.prefill_tokens() + metrics.decode_tokens(), 0u);
 }
 
 }  // namespace

@@ -10,8 +10,13 @@ SeamPeer::SeamPeer(TestCluster* cluster, const v1::OpenSession& session, uint32_
   v1::GetCapabilityRequest request;
   request.add_schema_versions(kSchemaVersion);
   const v1::Capability capability = *cluster->worker(target.endpoint()).GetCapability(request);
-  schema_ =
-      DenseResidualSchema(static_cast<uint32_t>(capability.boundary_in().tensors(0).shape(1)));
+  const v1::BoundarySchema& boundary = capability.boundary_in();
+  schema_ = {boundary.name(), boundary.version(), {}};
+  for (const v1::TensorSpec& tensor : boundary.tensors()) {
+    schema_.tensors.push_back({tensor.name(),
+                               tensor.dtype() == v1::DTYPE_F32 ? DType::kF32 : DType::kI32,
+                               {tensor.shape().begin(), tensor.shape().end()}});
+  }
   begin_ = target.range().begin();
   seam = cluster->Dial(Method::kSeam, target.endpoint());
   v1::SeamMessage message;
