@@ -49,10 +49,8 @@ ABSL_FLAG(std::string, recipe_fingerprint, "",
           "Refuse to serve when the loaded shard's recipe is another one.");
 ABSL_FLAG(std::string, artifact_sha256, "",
           "Refuse to serve when the loaded artifact is another one.");
-ABSL_FLAG(
-    uint32_t, prefill_token_budget, 0,
-    "Rows of prefill beside the decode rows in one engine call (batch policy shared). 0 = one "
-    "chunk.");
+ABSL_FLAG(uint32_t, prefill_token_budget, 0,
+          "Rows of prefill in one engine call (batch policy shared). 0 = one chunk.");
 ABSL_FLAG(uint64_t, max_frame_bytes, 1 << 20, "Largest message on a stream, 4 KiB to 64 MiB.");
 ABSL_FLAG(uint64_t, max_bundle_bytes, 64 << 20, "Largest boundary of one step, at most 1 GiB.");
 ABSL_FLAG(uint32_t, max_inflight_steps, 4, "Steps under way on a seam before a credit returns.");

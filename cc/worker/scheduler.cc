@@ -54,8 +54,9 @@ bool Scheduler::HasWork() const {
 
 std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
   std::vector<std::shared_ptr<EngineTask>> batch;
+  const bool prefill_now = prefill_turn_ && !prefill_.empty();
   if (options_.policy == BatchPolicy::kExact) {
-    if (round_ == 0 && !(prefill_turn_ && !prefill_.empty())) round_ = decode_.size();
+    if (round_ == 0 && !prefill_now) round_ = decode_.size();
     TaskList* list = round_ > 0 ? &decode_ : &prefill_;
     if (list->empty()) return batch;
     if (round_ > 0) --round_;
@@ -64,17 +65,20 @@ std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
     list->pop_front();
     return batch;
   }
-  batch.assign(std::make_move_iterator(decode_.begin()), std::make_move_iterator(decode_.end()));
-  decode_.clear();
-  RememberMates(batch);
-  size_t rows = 0;
-  while (!prefill_.empty()) {
-    rows += prefill_.front()->step().token_ids.size();
-    if (rows > options_.prefill_token_budget && rows > prefill_.front()->step().token_ids.size()) {
-      break;
+  prefill_turn_ = !decode_.empty() && !prefill_now;
+  if (prefill_turn_) {
+    batch.assign(std::make_move_iterator(decode_.begin()), std::make_move_iterator(decode_.end()));
+    decode_.clear();
+    RememberMates(batch);
+  } else {
+    size_t rows = 0;
+    while (!prefill_.empty()) {
+      const size_t more = prefill_.front()->step().token_ids.size();
+      if (!batch.empty() && rows + more > options_.prefill_token_budget) break;
+      rows += more;
+      batch.push_back(std::move(prefill_.front()));
+      prefill_.pop_front();
     }
-    batch.push_back(std::move(prefill_.front()));
-    prefill_.pop_front();
   }
   std::stable_sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) {
     return a->session_ordinal() < b->session_ordinal();
@@ -89,6 +93,8 @@ void Scheduler::RememberMates(const std::vector<std::shared_ptr<EngineTask>>& ba
 
 absl::Time Scheduler::WaitForMates() const {
   if (options_.policy != BatchPolicy::kShared || decode_.empty()) return absl::InfinitePast();
+  // Nobody waits while there is something else to do.
+  if (prefill_turn_ && !prefill_.empty()) return absl::InfinitePast();
   std::map<uint64_t, size_t> here;
   for (const auto& task : decode_) {
     const auto it = last_call_.find(task->session_ordinal());

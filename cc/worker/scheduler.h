@@ -6,10 +6,10 @@
 //
 //   exact   one step per engine call: another session's rows never share one, and a result leaves
 //           the worker before the next session's step begins.
-//   shared  all waiting decode steps and prefill chunks up to a token budget in one call, rows
-//           ordered by session. Sessions that decoded in one call stay together: when the next step
-//           of one of them comes, the engine waits a moment for the others', which are on their
-//           way.
+//   shared  all waiting decode steps in one call, then prefill chunks up to a token budget in the
+//           next, rows ordered by session: no token waits for another session's chunk that came
+//           with it. Sessions that decoded in one call stay together: when the next step of one of
+//           them comes, the engine waits a moment for the others', which are on their way.
 #ifndef MESHNET_CC_WORKER_SCHEDULER_H_
 #define MESHNET_CC_WORKER_SCHEDULER_H_
 
@@ -46,8 +46,7 @@ class Scheduler {
  public:
   struct Options {
     BatchPolicy policy = BatchPolicy::kExact;
-    // Rows of prefill that one call may hold beside the decode rows (shared). At least one chunk
-    // always goes.
+    // Rows of prefill that one call may hold (shared). At least one chunk always goes.
     uint32_t prefill_token_budget = 512;
     // How long the first of several sessions that decode together may wait for the last (shared).
     absl::Duration batch_window = absl::Milliseconds(1);

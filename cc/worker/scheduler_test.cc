@@ -141,7 +141,7 @@ TEST_F(SchedulerTest, ExactRunsOnePrefillChunkBetweenDecodeRounds) {
               ElementsAre("b:1", "c:1", "a:4", "b:1", "c:1", "d:4", "b:1", "c:1", "a:4"));
 }
 
-TEST_F(SchedulerTest, SharedBatchesAllDecodeAndPrefillUpToTheBudget) {
+TEST_F(SchedulerTest, SharedBatchesAllDecodeThenPrefillUpToTheBudget) {
   Use(BatchPolicy::kShared, 8);
   Prefill(5, 4);
   Prefill(0, 4);
@@ -150,7 +150,36 @@ TEST_F(SchedulerTest, SharedBatchesAllDecodeAndPrefillUpToTheBudget) {
   Decode(1);
   while (scheduler_->RunOnce()) {
   }
-  EXPECT_THAT(engine_.calls, ElementsAre("a:4 b:1 e:1 f:4", "d:4"));
+  EXPECT_THAT(engine_.calls, ElementsAre("b:1 e:1", "a:4 f:4", "d:4"));
+}
+
+TEST_F(SchedulerTest, SharedReportsDecodedTokensBeforePrefillBegins) {
+  Use(BatchPolicy::kShared, 8);
+  Prefill(0, 4);
+  Decode(1);
+  Decode(2);
+  ASSERT_TRUE(scheduler_->RunOnce());
+  EXPECT_THAT(engine_.calls, ElementsAre("b:1 c:1"));
+  EXPECT_EQ(done_.size(), 2);
+  ASSERT_TRUE(scheduler_->RunOnce());
+  EXPECT_EQ(done_.size(), 3);
+}
+
+TEST_F(SchedulerTest, SharedRunsOnePrefillCallBetweenDecodeCalls) {
+  Use(BatchPolicy::kShared, 4);
+  Prefill(0, 4);
+  Prefill(3, 4);
+  Decode(1);
+  Decode(2);
+  // Both decoding sessions come back at once, as they do when the model is whole.
+  for (int i = 0; i < 6; ++i) {
+    ASSERT_TRUE(scheduler_->RunOnce());
+    if (engine_.calls.back() == "a:4") Prefill(0, 4);
+    if (engine_.calls.back() != "b:1 c:1") continue;
+    Decode(1);
+    Decode(2);
+  }
+  EXPECT_THAT(engine_.calls, ElementsAre("b:1 c:1", "a:4", "b:1 c:1", "d:4", "b:1 c:1", "a:4"));
 }
 
 TEST_F(SchedulerTest, SharedRunsAChunkThatIsLargerThanTheBudget) {
