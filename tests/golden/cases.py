@@ -6,6 +6,7 @@ nothing in this file asks an implementation for them.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -476,6 +477,23 @@ def _changed_tensors() -> Iterator[Malformed]:
     yield _one(
         "one_tensor_more", "TENSOR_UNEXPECTED", lambda f: f.tensors.add(name="recurrent_state")
     )
+    # Reserved for multi-token prediction (docs/deepseek-v4-mtp.md); no schema has them.
+    for name, dtype, shape in (
+        ("mtp.hidden", boundary_pb2.DTYPE_F32, [1, 4, 2]),
+        ("mtp.draft_token_ids", boundary_pb2.DTYPE_I32, [1]),
+    ):
+        yield _one(
+            f"reserved_{name.replace('.', '_')}",
+            "TENSOR_UNEXPECTED",
+            lambda f, name=name, dtype=dtype, shape=shape: f.tensors.add(  # type: ignore[misc]
+                name=name,
+                dtype=dtype,
+                byte_order=boundary_pb2.BYTE_ORDER_LITTLE_ENDIAN,
+                compression=boundary_pb2.COMPRESSION_NONE,
+                shape=shape,
+                byte_length=4 * math.prod(shape),
+            ),
+        )
     enum = "UNKNOWN_ENUM_VALUE"
     yield tensor("dtype_unspecified", enum, 0, dtype=0)
     yield tensor("dtype_unknown", enum, 0, dtype=5)
