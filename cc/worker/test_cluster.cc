@@ -14,6 +14,8 @@ namespace {
 
 // Far beyond what anything here takes: only a hang gets there.
 constexpr absl::Duration kHang = absl::Seconds(60);
+// A busy machine under a sanitizer is slow, not dead.
+constexpr absl::Duration kSlow = absl::Seconds(20);
 
 FakeEngineOptions EngineOptions(const WorkerSpec& spec) {
   FakeEngineOptions options = spec.engine;
@@ -224,9 +226,8 @@ class GrpcCluster : public TestCluster {
 
   static GrpcTransportOptions Transport() {
     GrpcTransportOptions options;
-    // A busy machine under a sanitizer is slow, not dead.
-    options.keepalive_time = absl::Seconds(20);
-    options.keepalive_timeout = absl::Seconds(20);
+    options.keepalive_time = kSlow;
+    options.keepalive_timeout = kSlow;
     return options;
   }
 
@@ -237,7 +238,10 @@ class GrpcCluster : public TestCluster {
     engine.before_batch = [raw = node.get()] { raw->Pass(); };
     node->dialer = MakeGrpcDialer(Transport());
     Authorizer* authorizer = spec.authorizer != nullptr ? spec.authorizer : &allow_all_;
-    node->worker = std::make_unique<Worker>(spec.worker, node->dialer.get(), authorizer, &logger_);
+    WorkerOptions worker = spec.worker;
+    worker.dial_timeout = worker.close_timeout = kSlow;
+    worker.explain_timeout = kSlow / 4;
+    node->worker = std::make_unique<Worker>(worker, node->dialer.get(), authorizer, &logger_);
     ShardServerOptions options;
     options.listen = listen;
     options.transport = Transport();
