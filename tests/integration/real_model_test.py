@@ -16,11 +16,14 @@ from collections.abc import Sequence
 import pytest
 from meshnet_gguf.client import (
     ChatMessage,
+    Finished,
+    FinishReason,
     GenerationResult,
     LayerRange,
     PrefillProgress,
     Route,
     SamplingParams,
+    Session,
     Token,
     open_route,
 )
@@ -39,8 +42,9 @@ FREED_WITHIN = 1.0
 MIB = 1024 * 1024
 # Prefill in several steps, so that a chain overlaps them and the last one is shorter.
 # One thread a worker: five of them share whatever cores a test machine has.
+CHUNK = 64
 FLAGS = (
-    "--prefill_chunk_tokens=64",
+    f"--prefill_chunk_tokens={CHUNK}",
     "--context_tokens=1024",
     "--max_sessions=8",
     "--threads=1",
@@ -78,13 +82,26 @@ async def generate(
 ) -> GenerationResult:
     token_ids = await route.head.tokenize(prompt)
     async with asyncio.timeout(END), route.session() as session:
-        return await session.generate(
-            token_ids,
-            sampling,
-            max_tokens=tokens,
-            ignore_end_of_generation=True,
-            return_logits=True,
-        ).result()
+        return await answer(session, token_ids, sampling, tokens)
+
+
+async def answer(
+    session: Session,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    tokens: int = 40,
+    *,
+    held: int = 0,
+) -> GenerationResult:
+    """The answer to a whole sequence of which the session holds `held` tokens already."""
+    return await session.generate(
+        token_ids[held:],
+        sampling,
+        max_tokens=tokens,
+        start_position=held,
+        ignore_end_of_generation=True,
+        return_logits=True,
+    ).result()
 
 
 async def answers(route: Route) -> list[GenerationResult]:
@@ -152,6 +169,83 @@ async def test_four_interleaved_sessions_equal_each_alone(
         )
         for index, result in enumerate(together):
             assert same(result, whole[index]), f"answer {index}"
+        await cluster.wait_idle()
+
+
+@pytest.mark.parametrize("cuts", [(15,), (10, 20)], ids=["2 stages", "3 stages"])
+async def test_cancelled_sessions_disturb_nobody_and_go_on(
+    model: pathlib.Path, whole: list[GenerationResult], cuts: tuple[int, ...]
+) -> None:
+    """Four sessions at once; one is cancelled in prefill, one in decoding."""
+    async with asyncio.timeout(END), cluster_of(specs(model, cuts)) as cluster:
+        route = cluster.route
+        short, long = [await route.head.tokenize(prompt) for prompt in PROMPTS]
+        all_open = asyncio.Barrier(4)
+
+        async def undisturbed(index: int, prompt: list[int], sampling: SamplingParams) -> None:
+            async with route.session() as session:
+                await all_open.wait()
+                assert same(await answer(session, prompt, sampling), whole[index])
+
+        async def cancelled_in_prefill() -> None:
+            async with route.session() as session:
+                await all_open.wait()
+                generation = session.generate(long * 5, max_tokens=20)
+                async for event in generation:
+                    if isinstance(event, PrefillProgress) and event.tokens_done == CHUNK:
+                        await generation.request_cancel()
+                assert isinstance(event, Finished)
+                assert event.reason is FinishReason.CANCELLED
+                assert not generation.token_ids
+                # Whole chunks of what is held, and at least one row to sample after.
+                held = min(event.cached_tokens, len(long) - 1) // CHUNK * CHUNK
+                assert CHUNK <= held < len(long * 5)
+                assert same(await answer(session, long, GREEDY, held=held), whole[2])
+
+        async def cancelled_in_decoding() -> None:
+            async with route.session() as session:
+                await all_open.wait()
+                generation = session.generate(short, max_tokens=500, ignore_end_of_generation=True)
+                async for event in generation:
+                    if isinstance(event, Token) and len(generation.token_ids) == 5:
+                        await generation.request_cancel()
+                assert isinstance(event, Finished)
+                assert event.reason is FinishReason.CANCELLED
+                done = tuple(generation.token_ids)
+                assert 5 <= len(done) < 40
+                assert done == whole[0].token_ids[: len(done)]
+                # The last token was sampled and is not held yet.
+                held = len(short) + len(done) - 1
+                assert event.cached_tokens == held
+                rest = await answer(session, [*short, *done], GREEDY, 40 - len(done), held=held)
+                assert done + rest.token_ids == whole[0].token_ids
+                assert rest.logits == whole[0].logits[len(done) :]
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(undisturbed(0, short, GREEDY))
+            tasks.create_task(undisturbed(3, long, SAMPLED))
+            tasks.create_task(cancelled_in_prefill())
+            tasks.create_task(cancelled_in_decoding())
+        await cluster.wait_idle()
+
+
+async def test_a_session_that_is_cancelled_from_outside_makes_way(
+    model: pathlib.Path, whole: list[GenerationResult]
+) -> None:
+    async with asyncio.timeout(END), cluster_of(specs(model, (10, 20))) as cluster:
+        route = cluster.route
+        beside = asyncio.create_task(generate(route, PROMPTS[1], SAMPLED))
+        with pytest.raises(MeshnetError) as caught:
+            async with route.session() as session:
+                generation = session.generate([1, 2, 3], max_tokens=500)
+                async for event in generation:
+                    if isinstance(event, Token) and len(generation.token_ids) == 5:
+                        assert await route.head.cancel_session(
+                            session.route_session_id, session.route_epoch
+                        )
+        assert caught.value.reason == errors_pb2.REASON_CANCELLED
+        assert same(await generate(route, PROMPTS[0]), whole[0])
+        assert same(await beside, whole[3])
         await cluster.wait_idle()
 
 
