@@ -29,7 +29,7 @@ from meshnet_gguf.client import (
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import WorkerSpec
-from meshnet_gguf.testing.cluster import FakeCluster, cluster_of, wait_idle
+from meshnet_gguf.testing.cluster import FakeCluster, cluster_of
 
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -335,16 +335,17 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, 1, 2])
 async def test_a_killed_stage_is_told_in_time_and_replaced(
     model: pathlib.Path, whole: list[GenerationResult], killed: int, moment: str
 ) -> None:
-    async with cluster_of(specs(model, (15,))) as cluster:
+    async with cluster_of(specs(model, (10, 20))) as cluster:
         prompt = await cluster.route.head.tokenize(PROMPTS[1])
         loop = asyncio.get_running_loop()
         with pytest.raises(MeshnetError) as caught:
             async with asyncio.timeout(END) as deadline, cluster.route.session() as session:
-                generation = session.generate(prompt, max_tokens=500)
+                # Chunks enough that all stages are at work when one dies.
+                generation = session.generate(prompt * 5, max_tokens=100)
                 async for event in generation:
                     if isinstance(event, PrefillProgress):
                         reached = moment == "prefill"
@@ -354,9 +355,12 @@ async def test_a_killed_stage_is_told_in_time_and_replaced(
                         deadline.reschedule(loop.time() + ERROR_WITHIN)
                         await cluster.cluster.workers[killed].kill()
         assert caught.value.reason == errors_pb2.REASON_PEER_LOST
-        survivor = 1 - killed
-        await wait_idle(cluster.route.workers[survivor])
-        assert cluster.cluster.workers[survivor].exit_code is None
+        if killed > 0:
+            layers = cluster.route.capabilities[killed].layers
+            assert caught.value.stage == (layers.begin, layers.end)
+        survivors = [index for index in range(3) if index != killed]
+        await cluster.wait_idle(survivors)
+        assert all(cluster.cluster.workers[index].exit_code is None for index in survivors)
         await cluster.cluster.restart(killed)
         async with await open_route(cluster.cluster.endpoints) as route:
             assert same(await generate(route, PROMPTS[0]), whole[0])
