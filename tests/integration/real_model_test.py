@@ -389,6 +389,34 @@ async def test_a_client_that_goes_away_frees_every_stage_and_disturbs_nobody(
         await cluster.wait_idle()
 
 
+async def test_a_client_that_goes_away_in_long_chunks_frees_every_stage(
+    model: pathlib.Path, whole: list[GenerationResult]
+) -> None:
+    flags = ("--prefill_chunk_tokens=512", "--context_tokens=2048")
+    async with asyncio.timeout(END), cluster_of(specs(model, (15,), *flags)) as cluster:
+        route = cluster.route
+        prompt = (await route.head.tokenize(SENTENCE * 100))[: 3 * 512]
+        assert len(prompt) == 3 * 512
+        staying = asyncio.create_task(generate(route, PROMPTS[0]))
+        leaving = await open_route(cluster.cluster.endpoints)
+        session = leaving.session()
+        await session.__aenter__()
+        reading = asyncio.create_task(session.generate(prompt, max_tokens=20).result())
+        # Then the tail computes the first chunk and the head the second.
+        while (await route.head.metrics()).prefill_tokens < 512:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(FREED_WITHIN):
+            await leaving.close()
+            while any(m.open_sessions > 1 for m in await route.metrics()):
+                await asyncio.sleep(0.01)
+        with pytest.raises(MeshnetError):
+            await reading
+        # It was in the middle of its prompt.
+        assert (await route.workers[1].metrics()).prefill_tokens < 2 * 512
+        assert same(await staying, whole[0])
+        await cluster.wait_idle()
+
+
 async def demo(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the demo as a program."""
     process = await asyncio.create_subprocess_exec(
