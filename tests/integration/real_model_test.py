@@ -327,6 +327,32 @@ async def test_a_range_stays_within_what_it_owns(model: pathlib.Path, size: int)
     assert owned[1][1] < 0.3 * size
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--prefill_chunk_tokens=512", "--max_sessions=8", "--context_tokens=1024")],
+    ids=["default flags", "long chunks"],
+)
+async def test_a_range_stays_within_what_it_owns_under_load(
+    model: pathlib.Path, flags: tuple[str, ...]
+) -> None:
+    ranges = [LayerRange(0, 15), LayerRange(15, LAYERS)]
+    stages = [WorkerSpec(owned, model=model, flags=flags) for owned in ranges]
+    async with cluster_of(stages) as cluster:
+        route = cluster.route
+        prompt = (await route.head.tokenize(SENTENCE * 40))[:512]
+        assert len(prompt) == 512
+        async with asyncio.timeout(END), route.session() as session:
+            assert len((await answer(session, prompt, GREEDY, 10)).token_ids) == 10
+        if flags:
+            assert session.prefill_chunk_tokens == 512
+            assert session.context_tokens == 1024
+        await asyncio.gather(*(generate(route, f"Number {n} is", SAMPLED, 10) for n in range(8)))
+        for worker, metrics in zip(cluster.cluster.workers, await route.metrics(), strict=True):
+            allowed = metrics.owned_tensor_bytes + metrics.kv_budget_bytes + 64 * MIB
+            assert metrics.resident_bytes <= allowed
+            assert resident_bytes(worker.pid) <= allowed
+
+
 def resident_bytes(pid: int) -> int:
     for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
