@@ -88,7 +88,9 @@ class FakeEngine : public ShardEngine {
   }
 
   // There is nothing to warm.
-  absl::Status WarmUp() override { return absl::OkStatus(); }
+  absl::Status WarmUp() override {
+    return options_.warm_up ? options_.warm_up() : absl::OkStatus();
+  }
 
   absl::Status OpenSession(const SessionKey& key, const SessionOptions& options,
                            std::vector<SessionKey>* evicted) override {

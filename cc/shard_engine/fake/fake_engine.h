@@ -17,6 +17,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "cc/shard_engine/shard_engine.h"
@@ -66,6 +67,8 @@ struct FakeEngineOptions {
   uint32_t end_of_generation_one_in = 0;
   // Called on the engine thread before each batch that passed its checks; a test may block here.
   std::function<void()> before_batch = nullptr;
+  // The warm-up: may block, its failure is WarmUp's. Null: succeeds at once.
+  std::function<absl::Status()> warm_up = nullptr;
 };
 
 // LAYER_RANGE_INVALID for an empty, reversed or out-of-model range; CONFIGURATION_INVALID for
