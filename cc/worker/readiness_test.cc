@@ -102,6 +102,7 @@ class ReadinessTest : public ::testing::Test {
 
 TEST_F(ReadinessTest, LoadingIsNotReady) {
   EXPECT_EQ(worker_.GetHealth().state(), v1::WORKER_STATE_LOADING);
+  EXPECT_FALSE(worker_.GetHealth().has_range());
   EXPECT_EQ(GrpcHealth(), kNotServing);
   EXPECT_EQ(SessionError().reason(), v1::REASON_NOT_READY);
 }

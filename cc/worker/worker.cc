@@ -564,6 +564,12 @@ v1::Health Worker::GetHealth() const {
     const v1::LayerRange range = OwnRange(*core_);
     *health.mutable_error() = ToProto(reason, range.begin(), range.end());
   }
+  if (core_->engine != nullptr) {
+    const Capability& capability = core_->capability();
+    *health.mutable_range() = ToProto(capability.range);
+    health.set_artifact_sha256(capability.artifact_sha256);
+    health.set_recipe_fingerprint(capability.recipe_fingerprint);
+  }
   return health;
 }
 

@@ -60,6 +60,10 @@ async def test_health_in_our_words_and_in_grpcs() -> None:
         worker = fake.route.head
         health = await worker.health()
         assert (health.state, health.reason, health.message) == (WorkerState.READY, "", "")
+        capability = fake.route.capabilities[0]
+        assert health.layers == capability.layers
+        assert health.artifact_sha256 == capability.artifact_sha256
+        assert health.recipe_fingerprint == capability.recipe_fingerprint
         stub = health_pb2_grpc.HealthStub(worker.channel)
         for service in ("", "meshnet.shard.v1.ShardService"):
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))

@@ -159,11 +159,17 @@ class WorkerState(enum.Enum):
 
 @dataclass(frozen=True)
 class Health:
-    """A worker's state, with the reason's name and a message when it is not ready."""
+    """A worker's state, with the reason's name and a message when it is not ready.
+
+    The rest is what it has loaded, as in Capability: None and empty before that.
+    """
 
     state: WorkerState
     reason: str
     message: str
+    layers: LayerRange | None
+    artifact_sha256: str
+    recipe_fingerprint: str
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from meshnet_gguf.client._values import (
     SCHEMA_VERSION,
     Capability,
     Health,
+    LayerRange,
     Metrics,
     Vocabulary,
     WorkerState,
@@ -87,7 +88,14 @@ class WorkerClient:
         reason = ""
         if answer.HasField("error"):
             reason = MeshnetError.from_proto(answer.error).reason_name
-        return Health(known(WorkerState, answer.state), reason, answer.error.message)
+        return Health(
+            known(WorkerState, answer.state),
+            reason,
+            answer.error.message,
+            LayerRange.from_proto(answer.range) if answer.HasField("range") else None,
+            answer.artifact_sha256,
+            answer.recipe_fingerprint,
+        )
 
     async def wait_ready(self, within: float) -> None:
         """Returns once the worker is ready.
