@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -21,26 +22,32 @@
 #include <utility>
 #include <vector>
 
+#include "absl/flags/commandlineflag.h"
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
 #include "absl/flags/usage_config.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/numbers.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cc/common/status.h"
 #include "cc/worker/engine_factory.h"
+#include "cc/worker/grpc_log.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/shard_server.h"
 #include "cc/worker/worker.h"
 #include "google/protobuf/stubs/common.h"
+#include "grpcpp/completion_queue.h"
 #include "grpcpp/security/credentials.h"
 #include "grpcpp/security/server_credentials.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
 
 ABSL_FLAG(std::string, listen, "127.0.0.1:0",
           "Address to serve on, host:port; port 0 takes a free one.");
@@ -148,6 +155,32 @@ absl::StatusOr<std::string> ReadFile(const std::string& flag, const std::string&
   return content.str();
 }
 
+absl::StatusOr<std::string> ReadPem(const std::string& flag, const std::string& path,
+                                    absl::string_view kind) {
+  auto pem = ReadFile(flag, path);
+  if (pem.ok() && !absl::StrContains(*pem, absl::StrCat(kind, "-----"))) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("expected --", flag, " to name a PEM file with a ", kind,
+                                  ", found none in '", path, "'"));
+  }
+  return pem;
+}
+
+// gRPC reads the credentials only when it binds a port, so this one binds one.
+bool CanServe(const grpc::SslServerCredentialsOptions& tls) {
+  int port = 0;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::SslServerCredentials(tls), &port);
+  const auto queue = builder.AddCompletionQueue();
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server != nullptr) server->Shutdown();
+  queue->Shutdown();
+  void* tag = nullptr;
+  for (bool ok = false; queue->Next(&tag, &ok);) {
+  }
+  return server != nullptr && port != 0;
+}
+
 // Fills the credentials of both directions from the TLS flags; leaves them null in plaintext.
 absl::Status LoadTls(ShardServerOptions* options) {
   const std::string cert_path = absl::GetFlag(FLAGS_tls_cert);
@@ -159,16 +192,31 @@ absl::Status LoadTls(ShardServerOptions* options) {
                      "expected --tls_cert, --tls_key and --tls_ca together: both ends of a "
                      "connection prove who they are");
   }
-  const auto cert = ReadFile("tls_cert", cert_path);
+  const auto cert = ReadPem("tls_cert", cert_path, "CERTIFICATE");
   if (!cert.ok()) return cert.status();
-  const auto key = ReadFile("tls_key", key_path);
+  const auto key = ReadPem("tls_key", key_path, "PRIVATE KEY");
   if (!key.ok()) return key.status();
-  const auto ca = ReadFile("tls_ca", ca_path);
+  const auto ca = ReadPem("tls_ca", ca_path, "CERTIFICATE");
   if (!ca.ok()) return ca.status();
+  grpc::SslServerCredentialsOptions pair(GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
+  pair.pem_key_cert_pairs.push_back({*key, *cert});
+  if (!CanServe(pair)) {
+    return MakeError(
+        v1::REASON_CONFIGURATION_INVALID,
+        absl::StrCat("expected --tls_key to name the private key of the first certificate in "
+                     "--tls_cert; '",
+                     key_path, "' and '", cert_path, "' do not fit, or one of them is damaged"));
+  }
   grpc::SslServerCredentialsOptions server(
       GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   server.pem_root_certs = *ca;
   server.pem_key_cert_pairs.push_back({*key, *cert});
+  if (!CanServe(server)) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("expected --tls_ca to name a PEM file with certificates of "
+                                  "authorities, those in '",
+                                  ca_path, "' are damaged"));
+  }
   options->credentials = grpc::SslServerCredentials(server);
   grpc::SslCredentialsOptions client;
   client.pem_root_certs = *ca;
@@ -311,8 +359,6 @@ class Process {
       logger_.Log(Severity::kInfo, "ready",
                   {{"address", server_->address()},
                    {"load_ms", absl::ToInt64Milliseconds(absl::Now() - begin)}});
-    } else {
-      worker_.Fail(load_status_);
     }
     const uint64_t one = 1;
     if (write(loaded_fd_, &one, sizeof(one)) != sizeof(one)) std::abort();
@@ -354,6 +400,7 @@ class Process {
                 {{"reason", ReasonName(ReasonOf(status))},
                  {"message", status.message()},
                  {"exit_code", static_cast<int>(code)}});
+    worker_.Fail(status);
     return code;
   }
 
@@ -379,8 +426,36 @@ void SilenceProtobuf() {
 #endif
 }
 
+bool IsOurs(absl::string_view file) { return absl::StrContains(file, "cc/worker/"); }
+
+// absl's own --help ends with exit code 1, as a mistake does.
+bool HelpWanted(int argc, char** argv) {
+  for (int i = 1; i < argc && absl::string_view(argv[i]) != "--"; ++i) {
+    if (absl::string_view(argv[i]) == "--help" || absl::string_view(argv[i]) == "-help")
+      return true;
+  }
+  return false;
+}
+
+// The usage and the worker's flags, wherever they are defined.
+void PrintHelp() {
+  std::map<absl::string_view, const absl::CommandLineFlag*> flags;
+  for (const auto& [name, flag] : absl::GetAllFlags()) {
+    if (IsOurs(flag->Filename())) flags[name] = flag;
+  }
+  std::cout << kUsage << "\n\nFlags:\n";
+  for (const auto& [name, flag] : flags) {
+    std::cout << "  --" << name << "  " << flag->Help() << " Default: '" << flag->DefaultValue()
+              << "'.\n";
+  }
+}
+
 int Main() {
   SilenceProtobuf();
+  static const Logger grpc_logger;
+  LogGrpcTo(&grpc_logger);
+  // gRPC starts threads as soon as it has something to read.
+  const int signal_fd = BlockSignals();
   const auto refuse = [](const absl::Status& status) {
     Logger().Log(Severity::kError, "flags_refused",
                  {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
@@ -392,7 +467,6 @@ int Main() {
   const auto worker_options = WorkerOptionsFromFlags();
   if (!worker_options.ok()) return refuse(worker_options.status());
   if (absl::GetFlag(FLAGS_die_with_parent)) prctl(PR_SET_PDEATHSIG, SIGTERM);
-  const int signal_fd = BlockSignals();
   return Process(signal_fd, *server_options, *worker_options).Run();
 }
 
@@ -408,13 +482,12 @@ int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(meshnet::worker::kUsage);
   absl::FlagsUsageConfig config;
   config.version_string = [] { return absl::StrCat("worker ", meshnet::worker::kVersion, "\n"); };
-  // --help lists the worker's flags, wherever they are defined.
-  const auto ours = [](absl::string_view file) {
-    return file.find("cc/worker/") != absl::string_view::npos;
-  };
-  config.contains_help_flags = ours;
-  config.contains_helpshort_flags = ours;
+  config.contains_helpshort_flags = meshnet::worker::IsOurs;
   absl::SetFlagsUsageConfig(config);
+  if (meshnet::worker::HelpWanted(argc, argv)) {
+    meshnet::worker::PrintHelp();
+    return meshnet::worker::kExitOk;
+  }
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) {
     std::fprintf(stderr, "expected flags only, got '%s'; see --help\n", rest[1]);

@@ -373,6 +373,8 @@ void Worker::SetState(v1::WorkerState state) {
 
 void Worker::Fail(const absl::Status& status) {
   absl::MutexLock lock(&core_->mu);
+  // The first reason stays.
+  if (core_->state == v1::WORKER_STATE_FAILED) return;
   core_->state_reason = status;
   SetState(v1::WORKER_STATE_FAILED);
 }

@@ -1,7 +1,9 @@
 """Start, health, capability, tokenizer, shutdown: one worker process and its life."""
 
 import asyncio
+import pathlib
 import signal
+import socket
 
 import grpc
 import grpc.aio
@@ -16,7 +18,7 @@ from meshnet_gguf.client import (
     WorkerState,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
+from meshnet_gguf.local_cluster import LocalCluster, WorkerProcess, WorkerSpec, worker_binary
 from meshnet_gguf.testing.cluster import fake_cluster, fake_specs
 
 from proto.meshnet.shard.v1 import errors_pb2, shard_pb2
@@ -202,6 +204,34 @@ async def test_the_log_is_json_and_tells_the_sessions() -> None:
             assert event in events
         (end,) = (record for record in records if record["event"] == "session_end")
         assert (end["work_id"], end["outcome"]) == ("work-1", "completed")
+
+
+async def test_a_busy_port_is_said_in_json_and_is_a_failure(tmp_path: pathlib.Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        spec = WorkerSpec(flags=(f"--listen=127.0.0.1:{port}",))
+        worker = await WorkerProcess.start(spec, tmp_path / "log")
+        async with asyncio.timeout(END):
+            assert await worker.wait() == 7
+    records = worker.log_records()
+    assert len(records) == len(worker.log.read_text().splitlines())
+    events = [record["event"] for record in records]
+    assert events[-2:] == ["listen_failed", "state"]
+    states = [record["state"] for record in records if record["event"] == "state"]
+    assert states == ["WORKER_STATE_FAILED"]
+    assert "grpc" in events
+
+
+async def test_help_is_no_failure() -> None:
+    process = await asyncio.create_subprocess_exec(
+        worker_binary(), "--help", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(END):
+        out, errors = await process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    for flag in (b"--listen ", b"--layers ", b"--model "):
+        assert flag in out
+    assert b"Exit codes:" in out
 
 
 async def wait_state(worker: WorkerClient, state: WorkerState) -> None:

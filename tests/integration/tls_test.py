@@ -208,6 +208,51 @@ async def test_half_a_tls_configuration_is_refused(fleet: Fleet, missing: str) -
     assert caught.value.reason == errors_pb2.REASON_CONFIGURATION_INVALID
 
 
+@pytest.mark.parametrize("damage", ["no PEM", "damaged", "another's"])
+@pytest.mark.parametrize("name", ["ca", "cert", "key"])
+async def test_tls_files_that_cannot_serve_are_named(
+    fleet: Fleet, tmp_path: pathlib.Path, name: str, damage: str
+) -> None:
+    if (name, damage) == ("ca", "another's"):
+        pytest.skip("any authority may be chosen")
+    path = tmp_path / "fleet" / name
+    if damage == "no PEM":
+        path.write_bytes(b"-- nothing of the kind --\n")
+    elif damage == "damaged":
+        head, _, rest = path.read_bytes().partition(b"\n")
+        path.write_bytes(head + b"\n" + b"AAAA" + rest[4:])
+    else:
+        make_fleet(tmp_path / "strangers")
+        path.write_bytes((tmp_path / "strangers" / name).read_bytes())
+    cluster = LocalCluster([WorkerSpec(flags=fleet.flags)])
+    with pytest.raises(MeshnetError) as caught:
+        async with cluster:
+            pytest.fail("the worker got ready")
+    assert caught.value.reason == errors_pb2.REASON_CONFIGURATION_INVALID
+    assert f"--tls_{name}" in caught.value.message
+    assert cluster.workers[0].exit_code == 2
+
+
+async def test_plaintext_on_a_tls_port_leaves_the_log_json(fleet: Fleet) -> None:
+    async with secure_cluster(fleet) as cluster:
+        host, _, port = cluster.endpoints[0].rpartition(":")
+        # More than what is logged in a minute.
+        for _ in range(30):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+                await reader.read()
+            writer.close()
+        worker = cluster.workers[0]
+        assert await worker.stop() == 0
+        records = worker.log_records()
+        assert len(records) == len(worker.log.read_text().splitlines())
+        noise = [record for record in records if record["event"] == "grpc"]
+        assert 1 <= len(noise) <= 20
+        assert {record["severity"] for record in noise} == {"WARNING"}
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 async def test_plaintext_beyond_loopback_needs_to_be_asked_for(address: str) -> None:
     with pytest.raises(MeshnetError) as caught:
