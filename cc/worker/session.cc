@@ -171,7 +171,8 @@ absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
   if (check.schema_version != kSchemaVersion) {
     return MakeError(
         v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
-        absl::StrCat("expected schema_version ", kSchemaVersion, ", got ", check.schema_version));
+        absl::StrCat("expected schema_version ", kSchemaVersion, ", got ", check.schema_version,
+                     "; bring the client and all workers of the route to one version"));
   }
   if (absl::Status status = ValidateWorkId(check.open->work_id()); !status.ok()) return status;
   const v1::Route& route = check.open->route();
@@ -182,26 +183,30 @@ absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
         absl::StrCat("expected a hop_index below ", route.hops_size(), ", got ", check.hop_index));
   }
   if (route.artifact_sha256() != capability.artifact_sha256) {
-    return MakeError(v1::REASON_ARTIFACT_MISMATCH,
-                     absl::StrCat("expected artifact ", capability.artifact_sha256, ", got ",
-                                  route.artifact_sha256()));
+    return MakeError(
+        v1::REASON_ARTIFACT_MISMATCH,
+        absl::StrCat("expected artifact ", capability.artifact_sha256, ", got ",
+                     route.artifact_sha256(), "; route to workers that have loaded one artifact"));
   }
   if (route.recipe_fingerprint() != capability.recipe_fingerprint) {
-    return MakeError(v1::REASON_RECIPE_MISMATCH,
-                     absl::StrCat("expected recipe ", capability.recipe_fingerprint, ", got ",
-                                  route.recipe_fingerprint()));
+    return MakeError(
+        v1::REASON_RECIPE_MISMATCH,
+        absl::StrCat("expected recipe ", capability.recipe_fingerprint, ", got ",
+                     route.recipe_fingerprint(), "; route to workers that run one recipe"));
   }
   if (route.model_layers() != capability.model_layers) {
-    return MakeError(v1::REASON_RANGE_MISMATCH,
-                     absl::StrCat("expected a model of ", capability.model_layers, " layers, got ",
-                                  route.model_layers()));
+    return MakeError(
+        v1::REASON_RANGE_MISMATCH,
+        absl::StrCat("expected a model of ", capability.model_layers, " layers, got ",
+                     route.model_layers(), "; take model_layers from the workers' capability"));
   }
   const v1::LayerRange& range = route.hops(static_cast<int>(check.hop_index)).range();
   if (!SameRange(range, capability.range)) {
     return MakeError(
         v1::REASON_RANGE_MISMATCH,
         absl::StrCat("expected hop ", check.hop_index, " to be [", capability.range.begin, ", ",
-                     capability.range.end, "), got ", RangeText(range)));
+                     capability.range.end, "), got ", RangeText(range),
+                     "; take each hop's range from its worker's capability"));
   }
   return absl::OkStatus();
 }

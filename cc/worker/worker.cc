@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cc/common/status.h"
 #include "cc/worker/head_session.h"
 #include "cc/worker/stage_session.h"
@@ -45,6 +46,14 @@ Payload ErrorPayload<v1::SessionEvent>(const absl::Status& status, const v1::Lay
   v1::SessionEvent event;
   *event.mutable_error()->mutable_error() = ToProto(status, range.begin(), range.end());
   return ToPayload(event);
+}
+
+// The name of what a message holds, for errors.
+template <typename Message>
+std::string Described(const Message& message) {
+  const auto* body = message.GetDescriptor()->oneof_decl(0);
+  const auto* field = message.GetReflection()->GetOneofFieldDescriptor(message, body);
+  return field == nullptr ? "an empty message" : absl::StrCat("`", std::string(field->name()), "`");
 }
 
 v1::LayerRange OwnRange(const Core& core) {
@@ -91,7 +100,10 @@ class Worker::UpstreamHandler : public AcceptedHandler {
 
   void OnFirstMessageOverdue() override {
     if (session_ != nullptr || refused_ || stream_ == nullptr) return;
-    Refuse(MakeError(v1::REASON_DEADLINE_EXCEEDED, "expected `open` soon after the call began"));
+    Refuse(MakeError(
+        v1::REASON_DEADLINE_EXCEEDED,
+        absl::StrCat("expected `open` within ", absl::FormatDuration(core_->options.open_timeout),
+                     " of the call's begin, got nothing; call again and send it first")));
   }
 
   void OnDrain() override {
@@ -105,7 +117,8 @@ class Worker::UpstreamHandler : public AcceptedHandler {
       session_->OnUpstreamHalfClosed();
     } else if (!refused_) {
       Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                       "expected `open` as the first message, got the end of the stream"));
+                       "expected `open` as the first message, got the end of the stream; send it "
+                       "and keep the stream open"));
     }
   }
 
@@ -132,8 +145,10 @@ class Worker::UpstreamHandler : public AcceptedHandler {
     if (!status.ok()) return Reject(status);
     if (head_ != nullptr) return head_->OnRequest(request);
     if (!request.has_open()) {
-      return Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                              "expected `open` as the first message of a session"));
+      return Refuse(
+          MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                    absl::StrCat("expected `open` as the first message of a session, got ",
+                                 Described(request), "; open the session before anything else")));
     }
     const v1::OpenSession& open = request.open();
     absl::StatusOr<Limits> limits = Check("Session", open, 0);
@@ -161,10 +176,11 @@ class Worker::UpstreamHandler : public AcceptedHandler {
           if (assembler != nullptr) break;
           [[fallthrough]];
         default:
-          return stage_->EndHere(MakeError(
-              v1::REASON_LIFECYCLE_VIOLATION,
-              "expected a frame or a cancellation on an open seam: `open` comes once and first, "
-              "frames after `opened`"));
+          return stage_->EndHere(
+              MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                        absl::StrCat("expected a frame or a cancellation on an open seam, got ",
+                                     Described(message),
+                                     "; send `open` once and first, frames after `opened`")));
       }
     }
     // The expensive part, checksum and copy, without the worker's lock: this stream's calls are
@@ -180,15 +196,17 @@ class Worker::UpstreamHandler : public AcceptedHandler {
 
   void OpenSeam(const v1::SeamMessage& message, uint64_t bytes) {
     if (!message.has_open()) {
-      return Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                              "expected `open` as the first message of a seam"));
+      return Refuse(
+          MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                    absl::StrCat("expected `open` as the first message of a seam, got ",
+                                 Described(message), "; open the seam before any frame")));
     }
     const v1::SeamOpen& open = message.open();
     absl::StatusOr<Limits> limits = Check("Seam", open.session(), open.hop_index());
     if (limits.ok() && open.hop_index() == 0) {
       limits = MakeError(v1::REASON_ROUTE_INVALID,
-                         "expected a hop_index of at least 1 on a seam: hop 0 is opened by a "
-                         "client with Session");
+                         "expected a hop_index of at least 1 on a seam, got 0; hop 0 is opened by "
+                         "a client with Session");
     }
     if (!limits.ok()) return Refuse(limits.status());
     max_bytes_ = limits->max_frame_bytes;
@@ -259,8 +277,11 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
     if (refused_) return;
     if (session_ != nullptr) {
       // The stream carries results from here on; whoever sends more has lost the thread.
-      session_->EndHere(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                                  "expected nothing after `attach` on a return stream"));
+      session_->EndHere(
+          MakeError(v1::REASON_LIFECYCLE_VIOLATION,
+                    absl::StrCat("expected nothing after `attach` on a return "
+                                 "stream, got ",
+                                 bytes.size(), " bytes; only read from it from there on")));
       return;
     }
     if (status.ok()) status = Attach(request);
@@ -269,14 +290,18 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
 
   void OnFirstMessageOverdue() override {
     if (session_ != nullptr || refused_ || stream_ == nullptr) return;
-    Refuse(MakeError(v1::REASON_DEADLINE_EXCEEDED, "expected `attach` soon after the call began"));
+    Refuse(MakeError(
+        v1::REASON_DEADLINE_EXCEEDED,
+        absl::StrCat("expected `attach` within ", absl::FormatDuration(core_->options.open_timeout),
+                     " of the call's begin, got nothing; call again and send it first")));
   }
 
   void OnHalfClose() override {
     absl::MutexLock lock(&core_->mu);
     if (session_ == nullptr && !refused_) {
       Refuse(MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                       "expected `attach` on a return stream, got its end"));
+                       "expected `attach` on a return stream, got its end; send it and keep the "
+                       "stream open"));
     }
   }
 
@@ -296,13 +321,16 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
   absl::Status Attach(const v1::ReturnRequest& request) {
     if (!request.has_attach()) {
       return MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                       "expected `attach` as the first message of a return stream");
+                       absl::StrCat("expected `attach` as the first message of a return stream, "
+                                    "got ",
+                                    Described(request), "; name the session to attach to"));
     }
     const v1::ReturnAttach& attach = request.attach();
     if (attach.schema_version() != kSchemaVersion) {
-      return MakeError(v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
-                       absl::StrCat("expected schema_version ", kSchemaVersion, ", got ",
-                                    attach.schema_version()));
+      return MakeError(
+          v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
+          absl::StrCat("expected schema_version ", kSchemaVersion, ", got ",
+                       attach.schema_version(), "; bring both ends of the route to one version"));
     }
     const SessionKey key = {attach.route_session_id(), attach.route_epoch()};
     if (absl::Status status = core_->authorizer->Authorize("Return", peer_, key); !status.ok()) {
@@ -313,18 +341,22 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
       for (const auto& session : core_->sessions) {
         if (session->key().route_session_id == key.route_session_id &&
             session->key().route_epoch > key.route_epoch) {
-          return MakeError(v1::REASON_STALE_EPOCH,
-                           absl::StrCat("expected epoch ", session->key().route_epoch, ", got ",
-                                        key.route_epoch));
+          return MakeError(
+              v1::REASON_STALE_EPOCH,
+              absl::StrCat("expected epoch ", session->key().route_epoch, ", got ", key.route_epoch,
+                           "; the route has been opened anew, leave the old one"));
         }
       }
       return MakeError(v1::REASON_SESSION_UNKNOWN,
-                       "expected the key of a session whose seam is open at this worker");
+                       absl::StrCat("expected the key of a session whose seam is open at this "
+                                    "worker, got another one of epoch ",
+                                    key.route_epoch, "; open the seam first"));
     }
     auto stage = std::dynamic_pointer_cast<StageSession>(found);
     if (stage == nullptr || !stage->accepts_return()) {
       return MakeError(v1::REASON_LIFECYCLE_VIOLATION,
-                       "expected one return stream per session, attached at its last stage");
+                       "expected one return stream per session, attached at its last stage, got "
+                       "a second one or an earlier stage; keep the first, or attach at the tail");
     }
     session_ = std::move(stage);
     session_->AttachReturn(stream_);
@@ -387,13 +419,15 @@ absl::Status Worker::AttachEngine(std::unique_ptr<ShardEngine> engine) {
       options.expected_recipe_fingerprint != capability.recipe_fingerprint) {
     status = MakeError(v1::REASON_RECIPE_MISMATCH,
                        absl::StrCat("expected recipe ", options.expected_recipe_fingerprint,
-                                    ", loaded ", capability.recipe_fingerprint));
+                                    ", loaded ", capability.recipe_fingerprint,
+                                    "; give the artifact and the flags of that recipe"));
   }
   if (!options.expected_artifact_sha256.empty() &&
       options.expected_artifact_sha256 != capability.artifact_sha256) {
-    status = MakeError(v1::REASON_ARTIFACT_MISMATCH,
-                       absl::StrCat("expected artifact ", options.expected_artifact_sha256,
-                                    ", loaded ", capability.artifact_sha256));
+    status =
+        MakeError(v1::REASON_ARTIFACT_MISMATCH,
+                  absl::StrCat("expected artifact ", options.expected_artifact_sha256, ", loaded ",
+                               capability.artifact_sha256, "; give the file that has this hash"));
   }
   ShardEngine* const loaded = engine.get();
   if (status.ok()) {
@@ -541,9 +575,11 @@ absl::StatusOr<v1::Capability> Worker::GetCapability(
     const v1::GetCapabilityRequest& request) const {
   const auto& versions = request.schema_versions();
   if (std::find(versions.begin(), versions.end(), kSchemaVersion) == versions.end()) {
-    return MakeError(v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
-                     absl::StrCat("expected schema_versions to hold ", kSchemaVersion,
-                                  ", the one that this worker speaks"));
+    return MakeError(
+        v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
+        absl::StrCat("expected schema_versions to hold ", kSchemaVersion,
+                     ", the one that this worker speaks, got [", absl::StrJoin(versions, ", "),
+                     "]; use a client of that version"));
   }
   absl::MutexLock lock(&core_->mu);
   v1::Capability capability;

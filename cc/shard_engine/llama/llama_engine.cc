@@ -490,13 +490,16 @@ absl::Status LlamaEngine::DecodeRows(const float* residual) {
     case 0:
       return absl::OkStatus();
     case 1:
-      return MakeError(v1::REASON_ENGINE_FAILURE, "the KV cache has no room for the step's rows");
+      return MakeError(v1::REASON_ENGINE_FAILURE,
+                       "expected room for the step's rows in the KV cache, found none; release "
+                       "sessions or send shorter steps");
     case 2:
       TakeLlamaErrors();  // it logs an abort as an error
       return MakeError(v1::REASON_CANCELLED, "the session was cancelled while its step ran");
     default:
       return MakeError(v1::REASON_ENGINE_FAILURE,
-                       absl::StrCat("llama_decode returned ", result, ": ", TakeLlamaErrors()));
+                       absl::StrCat("expected llama_decode to return 0, it returned ", result, ": ",
+                                    TakeLlamaErrors(), "; open a new session"));
   }
 }
 
@@ -529,7 +532,8 @@ absl::Status LlamaEngine::Answer(const Running& running) {
   if (!capability_.is_tail()) {
     const float* boundary = llama_get_boundary(context_.get());
     if (boundary == nullptr) {
-      return MakeError(v1::REASON_ENGINE_OUTPUT_INVALID, "llama.cpp gave no boundary");
+      return MakeError(v1::REASON_ENGINE_OUTPUT_INVALID,
+                       "expected a boundary from llama.cpp, got none; open a new session");
     }
     boundary += size_t{running.first_row} * width_out_;
     output.residual.assign(boundary, boundary + count * width_out_);
@@ -557,12 +561,15 @@ absl::Status LlamaEngine::Answer(const Running& running) {
 absl::StatusOr<absl::Span<const float>> LlamaEngine::LogitsOf(uint32_t row) const {
   const float* logits = llama_get_logits_ith(context_.get(), static_cast<int32_t>(row));
   if (logits == nullptr) {
-    return MakeError(v1::REASON_ENGINE_OUTPUT_INVALID, "llama.cpp gave no logits");
+    return MakeError(v1::REASON_ENGINE_OUTPUT_INVALID,
+                     absl::StrCat("expected logits of row ", row,
+                                  " from llama.cpp, got none; open a new session"));
   }
   const absl::Span<const float> span(logits, capability_.vocabulary_size);
   if (!AllFinite(span)) {
     return MakeError(v1::REASON_ENGINE_OUTPUT_INVALID,
-                     "the logits contain NaN or infinity; the residual was out of range");
+                     "expected finite logits, got NaN or infinity; open a new session, and check "
+                     "the stages before this one if it happens again");
   }
   return span;
 }
@@ -606,8 +613,9 @@ bool LlamaEngine::ClearCells(uint32_t slot, uint32_t position) {
 
 void LlamaEngine::Fail(absl::string_view what) {
   absl::MutexLock lock(&mu_);
-  health_ = MakeError(v1::REASON_ENGINE_FAILURE,
-                      absl::StrCat("the engine has failed and serves no more: ", what));
+  health_ = MakeError(
+      v1::REASON_ENGINE_FAILURE,
+      absl::StrCat("the engine has failed and serves no more: ", what, "; restart the worker"));
 }
 
 bool LlamaEngine::ShouldAbort(void* self) {

@@ -82,7 +82,11 @@ absl::StatusOr<std::vector<int32_t>> LlamaTokenizer::Tokenize(absl::string_view 
       count = llama_tokenize(vocab_, text.data(), static_cast<int32_t>(text.size()), ids.data(),
                              static_cast<int32_t>(ids.size()), add_special, parse_special);
     }
-    if (count < 0) return MakeError(v1::REASON_ENGINE_FAILURE, "the text does not tokenize");
+    if (count < 0) {
+      return MakeError(v1::REASON_ENGINE_FAILURE,
+                       absl::StrCat("expected tokens of a text of ", text.size(),
+                                    " bytes, llama.cpp gave none twice; send it in parts"));
+    }
     ids.resize(count);
     return ids;
   } catch (const std::exception& error) {
@@ -109,7 +113,9 @@ absl::StatusOr<std::string> LlamaTokenizer::Detokenize(absl::Span<const int32_t>
       }
       text.resize(static_cast<size_t>(-static_cast<int64_t>(size)));
     }
-    return MakeError(v1::REASON_ENGINE_FAILURE, "the tokens do not detokenize");
+    return MakeError(v1::REASON_ENGINE_FAILURE,
+                     absl::StrCat("expected the text of ", token_ids.size(),
+                                  " tokens, llama.cpp gave none twice; ask for fewer at once"));
   } catch (const std::exception& error) {
     return MakeError(v1::REASON_ENGINE_FAILURE,
                      absl::StrCat("the tokens do not detokenize: ", error.what()));
@@ -131,7 +137,9 @@ absl::StatusOr<std::string> LlamaTokenizer::Piece(int32_t token_id) const {
       }
       piece.resize(static_cast<size_t>(-static_cast<int64_t>(size)));
     }
-    return MakeError(v1::REASON_ENGINE_FAILURE, "the token has no piece");
+    return MakeError(v1::REASON_ENGINE_FAILURE,
+                     absl::StrCat("expected bytes for token ", token_id,
+                                  ", llama.cpp gave none; check the artifact's vocabulary"));
   } catch (const std::exception& error) {
     return MakeError(v1::REASON_ENGINE_FAILURE,
                      absl::StrCat("the token has no piece: ", error.what()));
