@@ -9,6 +9,7 @@
 
 #include "cc/shard_engine/contract_test_suite.h"
 #include "cc/shard_engine/llama/llama_engine.h"
+#include "cc/shard_engine/llama/testing/contract_options.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -21,20 +22,7 @@ constexpr uint32_t kStreams = 4;
 constexpr uint32_t kEmbedding = 128;
 
 LlamaEngineOptions OptionsFor(const ContractConfig& config) {
-  LlamaEngineOptions options;
-  options.model_path = std::getenv("DEEPSEEK4_MODEL");
-  options.range = config.range;
-  options.batch_policy = config.batch_policy;
-  options.max_sessions = config.max_sessions;
-  options.context_tokens = config.context_tokens;
-  options.max_step_tokens = config.max_step_tokens;
-  options.max_logit_rows = config.max_step_tokens;
-  options.idle_ttl = config.idle_ttl;
-  options.lru_min_idle = config.lru_min_idle;
-  options.now = config.now;
-  options.before_batch = config.before_batch;
-  options.threads = 1;
-  return options;
+  return ContractOptions(config, std::getenv("DEEPSEEK4_MODEL"));
 }
 
 EngineUnderTest DeepSeek4UnderTest() {

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/shard_engine/contract_test_suite.h"
+#include "cc/shard_engine/llama/testing/contract_options.h"
 #include "cc/shard_engine/llama/testing/tiny_llama.h"
 #include "gtest/gtest.h"
 
@@ -31,22 +32,7 @@ const std::string& DefaultModel() {
 }
 
 LlamaEngineOptions OptionsFor(const ContractConfig& config) {
-  LlamaEngineOptions options;
-  options.model_path = DefaultModel();
-  options.range = config.range;
-  options.batch_policy = config.batch_policy;
-  options.max_sessions = config.max_sessions;
-  options.context_tokens = config.context_tokens;
-  options.max_step_tokens = config.max_step_tokens;
-  options.max_logit_rows = config.max_step_tokens;
-  options.idle_ttl = config.idle_ttl;
-  options.lru_min_idle = config.lru_min_idle;
-  options.now = config.now;
-  options.before_batch = config.before_batch;
-  // ggml's threads wait for each other by spinning: more of them than idle cores makes tests crawl.
-  options.threads = 1;
-  options.poll = 0;
-  return options;
+  return ContractOptions(config, DefaultModel());
 }
 
 EngineUnderTest LlamaUnderTest() {
