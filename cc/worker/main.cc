@@ -127,6 +127,8 @@ ExitCode ExitCodeOf(const absl::Status& status) {
       return kExitFlags;
     case v1::REASON_ARTIFACT_UNREADABLE:
     case v1::REASON_ARTIFACT_INVALID:
+    case v1::REASON_MANIFEST_INVALID:
+    case v1::REASON_ARTIFACT_INCOMPLETE:
       return kExitArtifact;
     case v1::REASON_ARCHITECTURE_UNSUPPORTED:
     case v1::REASON_LAYER_RANGE_INVALID:
