@@ -2,6 +2,7 @@
 
     svg = render(rows, title="...")                     # grouped bars of systems
     svg = render_lines([("ms/token", [Line("chain", points)])], title="...")
+    svg = render_bars([("relay", 274.0, "MB/s", 200.0, True)], title="...")
 
 No drawing library: the file depends on nothing but the rows, so equal rows give equal bytes.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-__all__ = ["Line", "render", "render_lines"]
+__all__ = ["Line", "render", "render_bars", "render_lines"]
 
 Row = dict[str, Any]
 
@@ -229,4 +230,40 @@ def render_lines(panels: Sequence[tuple[str, Sequence[Line]]], *, title: str) ->
             )
             parts.append(_text(legend + 14, base + 33, line.name, anchor="start", size=10))
     parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+def render_bars(metrics: Sequence[tuple[str, float, str, float, bool]], *, title: str) -> str:
+    """The SVG text: each metric (name, value, unit, bar, holds) against its bar.
+
+    All bars lie on one line, so that a metric's length is its value in bars; what is longer than
+    three bars is cut off, and its figure says how long it is.
+    """
+    width, left, row, longest = 2 * _PANEL_WIDTH, 330, 26, 3.0
+    height = _HEADER + row * len(metrics) + 12
+    unit = (width - left - 110) / longest
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#222222">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(12, 22, title, anchor="start", size=15),
+        _text(left + unit, _HEADER - 8, "bar"),
+    ]
+    for number, (name, value, of, bar, holds) in enumerate(metrics):
+        y = _HEADER + row * number
+        length = min(value / bar, longest) * unit if bar else 0.0
+        colour = _COLOURS["meshnet"] if holds else _COLOURS["rpc-tuned"]
+        parts += [
+            _text(left - 8, y + 15, name, anchor="end"),
+            f'<rect x="{left}" y="{y + 3}" width="{length:.1f}" height="{row - 8}" '
+            f'fill="{colour}"><title>{escape(name)}: {value:g} {escape(of)}, bar {bar:g}'
+            "</title></rect>",
+            _text(left + length + 6, y + 15, f"{_number(value)} {of}", anchor="start", size=10),
+        ]
+    x = left + unit
+    parts += [
+        f'<line x1="{x:.1f}" y1="{_HEADER}" x2="{x:.1f}" y2="{height - 8}" stroke="#222222" '
+        'stroke-width="1" stroke-dasharray="4 3"/>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chart import Line, render, render_lines
+from benchmarks.chart import Line, render, render_bars, render_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -112,3 +112,16 @@ def test_lines_lie_where_their_values_are() -> None:
     assert points == [(52, 260), (238, 175), (424, 90)]
     assert [title.text for title in line.iter(f"{SVG}title")] == ["a<b"]
     assert {"x & y", "ms", "MiB", "a<b", "50", "100"} <= set(texts(svg))
+
+
+def test_metrics_are_drawn_in_units_of_their_bars() -> None:
+    rows = [("a", 100.0, "1/s", 200.0, False), ("b", 1000.0, "1/s", 200.0, True)]
+    svg = render_bars(rows, title="t")
+    # From x = 330, three bars long at most; a bar is a third of 880 - 330 - 110 pixels.
+    widths = [
+        float(rect.attrib["width"])
+        for rect in ET.fromstring(svg).iter(f"{SVG}rect")
+        if list(rect.iter(f"{SVG}title"))
+    ]
+    assert widths == [73.3, 440.0]
+    assert {"a", "b", "100 1/s", "1000 1/s", "bar", "t"} <= set(texts(svg))

@@ -1,0 +1,36 @@
+"""The benchmark runs through and writes what it says; its numbers are not looked at."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import xml.etree.ElementTree as ET
+
+
+def test_quick_run(tmp_path: pathlib.Path) -> None:
+    target = tmp_path / "out" / "results.json"
+    command = [f"{pathlib.Path(__file__).parent}/control_plane", "--quick", f"--json={target}"]
+    subprocess.run(command, check=True)
+    results = json.loads(target.read_text())
+    assert results["quick"] is True
+    found = {metric["name"]: metric for metric in results["metrics"]}
+    for metric in found.values():
+        assert set(metric) == {"name", "value", "unit", "bar", "holds"}
+    barred = {name: metric["bar"] for name, metric in found.items() if metric["bar"]}
+    assert (
+        barred.items()
+        >= {
+            "tracker_heartbeats_per_s_sqlite": ">= 2000",
+            "tracker_heartbeats_per_s_postgresql": ">= 2000",
+            "tracker_heartbeats_sqlite_by_postgresql": "<= 3",
+            "tracker_select_p99_ms_sqlite": "<= 20",
+            "tracker_select_p99_ms_postgresql": "<= 20",
+            "relay_mb_per_s": ">= 200",
+            "relay_added_p99_ms": "<= 1",
+        }.items()
+    )
+    assert all(found[name]["value"] > 0 for name in barred if name != "relay_added_p99_ms")
+    picture = ET.parse(target.with_suffix(".svg")).getroot()
+    shown = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert shown >= set(barred)
