@@ -14,8 +14,10 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 
 ABSL_FLAG(std::string, engine, "llama", "llama, or fake for a fixture without a model.");
-ABSL_FLAG(std::string, model, "",
-          "GGUF file of the whole model; only the range's tensors are read.");
+ABSL_FLAG(
+    std::string, model, "",
+    "GGUF file of the whole model, or the first part of a split set; only the range's tensors "
+    "are loaded.");
 ABSL_FLAG(std::string, layers, "",
           "Layer range BEGIN:END, half-open, for example 0:15. Empty = the whole model.");
 ABSL_FLAG(std::string, batch_policy, "exact",

@@ -160,6 +160,11 @@ def read_model(path: str | os.PathLike[str]) -> Model:
             )
         if index == 0:
             first = metadata
+        for key in first.keys() & metadata.keys() - {"split.no"}:
+            if metadata[key] != first[key]:
+                raise _invalid(
+                    part, f"its {key} is not that of {paths[0]}; the parts are of different sets"
+                )
         everything += tensors
         files.append(file)
     declared = first.get("split.tensors.count", len(everything))
@@ -195,10 +200,21 @@ def _parts(path: pathlib.Path, count: Value) -> list[pathlib.Path]:
             f"it is one of {count} parts, which are found by their names; "
             f"expected NAME-00001-of-{count:05}.gguf",
         )
-    return [
+    parts = [
         path.with_name(f"{match['prefix']}-{part + 1:05}-of-{count:05}.gguf")
         for part in range(count)
     ]
+    for other in path.parent.iterdir():
+        named = _PART.fullmatch(other.name)
+        if named is None or other.name in {part.name for part in parts}:
+            continue
+        if named["prefix"] == match["prefix"] and named["count"] == match["count"]:
+            raise _invalid(
+                other,
+                f"expected parts 1 to {count} of the split set and no other; "
+                "remove the file or fetch the set again",
+            )
+    return parts
 
 
 def _invalid(path: pathlib.Path, what: str) -> MeshnetError:

@@ -9,6 +9,7 @@ from meshnet_gguf.demo import run_demo
 
 END = 60.0
 MODEL = pathlib.Path(os.environ["DEEPSEEK4_MODEL"]).absolute()
+SPLIT_SET = pathlib.Path(os.environ["DEEPSEEK4_SPLIT_SET"].split()[0]).absolute()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
@@ -41,11 +42,12 @@ async def test_the_chain_agrees_with_the_whole_model(stages: int) -> None:
             assert stage.return_bytes_sent > 0 or stages == 1
 
 
-async def test_deepseek4_over_four_stages_is_the_whole_model() -> None:
+@pytest.mark.parametrize("model", [MODEL, SPLIT_SET], ids=["one file", "split set"])
+async def test_deepseek4_over_four_stages_is_the_whole_model(model: pathlib.Path) -> None:
     shown: list[str] = []
     async with asyncio.timeout(END):
         result = await run_demo(
-            MODEL,
+            model,
             stages=4,
             prompt="Rivers and mills. " * 30,
             max_tokens=40,

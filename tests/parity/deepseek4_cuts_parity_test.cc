@@ -1,5 +1,5 @@
-// A DeepSeek V4 at chosen cuts against itself whole, bit for bit. DEEPSEEK4_MODEL is the file,
-// DEEPSEEK4_CUTS holds the cuts, as in "1;3;14,28".
+// A DeepSeek V4 at chosen cuts against itself whole, bit for bit. DEEPSEEK4_MODEL is the file, or
+// the parts of a split set; DEEPSEEK4_CUTS holds the cuts, as in "1;3;14,28".
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -18,7 +18,8 @@ namespace {
 
 TEST(DeepSeek4CutsTest, ChosenCuts) {
   LlamaEngineOptions options;
-  options.model_path = std::getenv("DEEPSEEK4_MODEL");
+  const std::vector<std::string> files = absl::StrSplit(std::getenv("DEEPSEEK4_MODEL"), ' ');
+  options.model_path = files.front();
   options.max_sessions = 1;
   options.context_tokens = 512;
   options.max_step_tokens = 64;

@@ -9,8 +9,11 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <memory>
+#include <set>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -18,6 +21,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "cc/common/status.h"
 #include "ggml.h"
@@ -27,6 +31,10 @@ namespace meshnet {
 namespace {
 
 constexpr size_t kReadBytes = 1 << 20;
+constexpr uint32_t kMaxParts = 1 << 10;
+constexpr char kSplitCount[] = "split.count";
+constexpr char kSplitNumber[] = "split.no";
+constexpr char kSplitTensors[] = "split.tensors.count";
 
 struct Architecture {
   absl::string_view name;
@@ -56,7 +64,8 @@ const Architecture* FindArchitecture(absl::string_view name) {
 
 absl::Status Unreadable(const std::string& path, absl::string_view what) {
   return MakeError(v1::REASON_ARTIFACT_UNREADABLE,
-                   absl::StrCat("cannot read ", path, ": ", what, "; give a readable GGUF file"));
+                   absl::StrCat("cannot read ", path, ": ", what,
+                                "; give a readable GGUF file, and all parts of a split set"));
 }
 
 absl::Status Invalid(const std::string& path, absl::string_view what) {
@@ -149,6 +158,12 @@ void HashValue(const gguf_context* gguf, int64_t id, Sha256* hash) {
   }
 }
 
+std::string ValueSha256(const gguf_context* gguf, int64_t id) {
+  Sha256 hash;
+  HashValue(gguf, id, &hash);
+  return hash.Hex();
+}
+
 std::string TokenizerSha256(const gguf_context* gguf) {
   std::map<std::string, int64_t> keys;
   for (int64_t id = 0; id < gguf_get_n_kv(gguf); ++id) {
@@ -184,6 +199,158 @@ absl::Status CheckReadable(const std::string& path) {
   return absl::OkStatus();
 }
 
+// A file with its header.
+struct Part {
+  std::string path;
+  GgufPtr gguf;
+};
+
+absl::StatusOr<Part> ReadPart(const std::string& path) {
+  const absl::Status readable = CheckReadable(path);
+  if (!readable.ok()) return readable;
+  Part part = {path, OpenGguf(path)};
+  if (part.gguf == nullptr) {
+    return Invalid(path, "expected the GGUF format, its header does not parse");
+  }
+  return part;
+}
+
+// An entry of a split set; `absent` when it is not there.
+absl::StatusOr<uint32_t> SplitValue(const Part& part, const char* key, uint32_t absent) {
+  const int64_t id = gguf_find_key(part.gguf.get(), key);
+  if (id < 0) return absent;
+  if (gguf_get_kv_type(part.gguf.get(), id) == GGUF_TYPE_UINT16) {
+    return gguf_get_val_u16(part.gguf.get(), id);
+  }
+  return Invalid(part.path, absl::StrCat("expected ", key, " to be a uint16"));
+}
+
+std::string PartSuffix(uint32_t number, uint32_t count) {
+  return absl::StrFormat("-%05d-of-%05d.gguf", number + 1, count);
+}
+
+// A file that is named like a part of the set and is none: the set was made anew over an older one.
+absl::Status CheckNoOtherParts(const std::string& prefix, uint32_t count) {
+  std::set<std::string> expected;
+  for (uint32_t number = 0; number < count; ++number) {
+    expected.insert(std::filesystem::path(prefix + PartSuffix(number, count)).filename());
+  }
+  const std::string any_number = PartSuffix(0, count);
+  const std::string end = any_number.substr(any_number.find("-of-"));
+  const std::string start = std::filesystem::path(prefix + "-").filename();
+  const std::filesystem::path folder = std::filesystem::path(prefix).parent_path();
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(folder.empty() ? "." : folder, error), last;
+       !error && it != last; it.increment(error)) {
+    const std::string name = it->path().filename();
+    if (name.size() == expected.begin()->size() && absl::StartsWith(name, start) &&
+        absl::EndsWith(name, end) && expected.count(name) == 0) {
+      return Invalid(it->path(), absl::StrCat("expected parts 1 to ", count,
+                                              " of the split set and no other; remove the file or "
+                                              "fetch the set again"));
+    }
+  }
+  if (error) return Unreadable(prefix, error.message());
+  return absl::OkStatus();
+}
+
+// That a part other than the first says nothing else than the first one where both say something.
+absl::Status CheckAgrees(const Part& part, const Part& first) {
+  for (int64_t id = 0; id < gguf_get_n_kv(part.gguf.get()); ++id) {
+    const char* key = gguf_get_key(part.gguf.get(), id);
+    const int64_t of_first = gguf_find_key(first.gguf.get(), key);
+    if (of_first < 0 || absl::string_view(key) == kSplitNumber) continue;
+    if (ValueSha256(part.gguf.get(), id) != ValueSha256(first.gguf.get(), of_first)) {
+      return Invalid(part.path, absl::StrCat("its ", key, " is not that of ", first.path,
+                                             "; the parts are of different sets"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTensors(const std::vector<Part>& parts) {
+  std::set<std::string> names;
+  for (const Part& part : parts) {
+    for (int64_t id = 0; id < gguf_get_n_tensors(part.gguf.get()); ++id) {
+      const char* name = gguf_get_tensor_name(part.gguf.get(), id);
+      if (!names.insert(name).second) {
+        return Invalid(part.path, absl::StrCat("the tensor ", name, " is in another part, too"));
+      }
+    }
+  }
+  const Part& first = parts.front();
+  const int64_t id = gguf_find_key(first.gguf.get(), kSplitTensors);
+  if (id < 0 || gguf_get_kv_type(first.gguf.get(), id) != GGUF_TYPE_INT32) {
+    return Invalid(first.path, absl::StrCat("expected ", kSplitTensors, " to be an int32"));
+  }
+  const int32_t declared = gguf_get_val_i32(first.gguf.get(), id);
+  if (declared != static_cast<int64_t>(names.size())) {
+    return Invalid(first.path, absl::StrCat("expected ", declared, " tensors in all parts, got ",
+                                            names.size()));
+  }
+  return absl::OkStatus();
+}
+
+// The file, or all parts of the split set that it belongs to, in their order.
+absl::StatusOr<std::vector<Part>> ReadParts(const std::string& path) {
+  std::vector<Part> parts;
+  absl::StatusOr<Part> given = ReadPart(path);
+  if (!given.ok()) return given.status();
+  const absl::StatusOr<uint32_t> count = SplitValue(*given, kSplitCount, 1);
+  if (!count.ok()) return count.status();
+  if (*count <= 1) {
+    parts.push_back(*std::move(given));
+    return parts;
+  }
+  if (*count > kMaxParts) {
+    return Invalid(path, absl::StrCat("expected at most ", kMaxParts, " parts, got ", *count));
+  }
+  const absl::StatusOr<uint32_t> given_number = SplitValue(*given, kSplitNumber, *count);
+  if (!given_number.ok()) return given_number.status();
+  const std::string suffix = PartSuffix(*given_number, *count);
+  if (*given_number >= *count || !absl::EndsWith(path, suffix)) {
+    return Invalid(path,
+                   absl::StrCat("by its keys it is part ", *given_number + 1, " of ", *count,
+                                ", and parts are found by their names: expected NAME", suffix));
+  }
+  const std::string prefix = path.substr(0, path.size() - suffix.size());
+  for (uint32_t number = 0; number < *count; ++number) {
+    absl::StatusOr<Part> part = ReadPart(prefix + PartSuffix(number, *count));
+    if (!part.ok()) return part.status();
+    const absl::StatusOr<uint32_t> found = SplitValue(*part, kSplitNumber, *count);
+    if (!found.ok()) return found.status();
+    const absl::StatusOr<uint32_t> of = SplitValue(*part, kSplitCount, 1);
+    if (!of.ok()) return of.status();
+    if (*found != number || *of != *count) {
+      return Invalid(part->path,
+                     absl::StrCat("expected part ", number + 1, " of ", *count,
+                                  ", by its keys it is part ", *found + 1, " of ", *of));
+    }
+    parts.push_back(*std::move(part));
+    const absl::Status agrees = CheckAgrees(parts.back(), parts.front());
+    if (!agrees.ok()) return agrees;
+  }
+  absl::Status status = CheckNoOtherParts(prefix, *count);
+  if (status.ok()) status = CheckTensors(parts);
+  if (!status.ok()) return status;
+  return parts;
+}
+
+absl::Status HashFile(const std::string& path, Sha256* hash) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return Unreadable(path, std::strerror(errno));
+  const auto close_fd = absl::MakeCleanup([fd] { close(fd); });
+  posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+  std::vector<char> buffer(kReadBytes);
+  while (true) {
+    const ssize_t got = read(fd, buffer.data(), buffer.size());
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return Unreadable(path, std::strerror(errno));
+    if (got == 0) return absl::OkStatus();
+    hash->Update(buffer.data(), static_cast<size_t>(got));
+  }
+}
+
 }  // namespace
 
 bool IsServedArchitecture(absl::string_view architecture) {
@@ -191,12 +358,12 @@ bool IsServedArchitecture(absl::string_view architecture) {
 }
 
 absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
-  const absl::Status readable = CheckReadable(path);
-  if (!readable.ok()) return readable;
-  const GgufPtr gguf = OpenGguf(path);
-  if (gguf == nullptr) return Invalid(path, "expected the GGUF format, its header does not parse");
+  const absl::StatusOr<std::vector<Part>> parts = ReadParts(path);
+  if (!parts.ok()) return parts.status();
+  const gguf_context* gguf = parts->front().gguf.get();
   ArtifactHeader header;
-  header.architecture = StringOf(gguf.get(), "general.architecture");
+  for (const Part& part : *parts) header.files.push_back(part.path);
+  header.architecture = StringOf(gguf, "general.architecture");
   if (header.architecture.empty()) return Invalid(path, "general.architecture is missing");
   const Architecture* architecture = FindArchitecture(header.architecture);
   if (architecture == nullptr) return header;
@@ -204,46 +371,39 @@ absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
     return absl::StrCat(header.architecture, ".", name);
   };
   for (const absl::string_view name : architecture->required) {
-    if (Uint32Of(gguf.get(), key(name)) == 0) {
+    if (Uint32Of(gguf, key(name)) == 0) {
       return Invalid(path, absl::StrCat("expected ", key(name), " to be a uint32 above 0"));
     }
   }
-  header.embedding = Uint32Of(gguf.get(), key("embedding_length"));
-  header.streams = std::max(1u, Uint32Of(gguf.get(), key("hyper_connection.count")));
-  const uint32_t blocks = Uint32Of(gguf.get(), key("block_count"));
-  const uint32_t mtp_blocks = Uint32Of(gguf.get(), key("nextn_predict_layers"));
+  header.embedding = Uint32Of(gguf, key("embedding_length"));
+  header.streams = std::max(1u, Uint32Of(gguf, key("hyper_connection.count")));
+  const uint32_t blocks = Uint32Of(gguf, key("block_count"));
+  const uint32_t mtp_blocks = Uint32Of(gguf, key("nextn_predict_layers"));
   if (mtp_blocks >= blocks) {
     return Invalid(path, absl::StrCat("all ", blocks, " of its layers are for multi-token ",
                                       "prediction (", key("nextn_predict_layers"), ")"));
   }
   header.layers = blocks - mtp_blocks;
-  const std::string tokenizer = StringOf(gguf.get(), "tokenizer.ggml.model");
+  const std::string tokenizer = StringOf(gguf, "tokenizer.ggml.model");
   if (tokenizer.empty() || tokenizer == "none") {
     return Invalid(path, "it has no tokenizer (tokenizer.ggml.model)");
   }
-  const int64_t split = gguf_find_key(gguf.get(), "split.count");
-  if (split >= 0 && gguf_get_kv_type(gguf.get(), split) == GGUF_TYPE_UINT16 &&
-      gguf_get_val_u16(gguf.get(), split) > 1) {
-    return Invalid(path, "it is one part of a split model; join the parts into one file");
-  }
-  header.tokenizer_sha256 = TokenizerSha256(gguf.get());
+  header.tokenizer_sha256 = TokenizerSha256(gguf);
   return header;
 }
 
-absl::StatusOr<std::string> FileSha256(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return Unreadable(path, std::strerror(errno));
-  const auto close_fd = absl::MakeCleanup([fd] { close(fd); });
-  posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
-  std::vector<char> buffer(kReadBytes);
-  Sha256 hash;
-  while (true) {
-    const ssize_t got = read(fd, buffer.data(), buffer.size());
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return Unreadable(path, std::strerror(errno));
-    if (got == 0) return hash.Hex();
-    hash.Update(buffer.data(), static_cast<size_t>(got));
+absl::StatusOr<std::string> ArtifactSha256(const std::vector<std::string>& files) {
+  std::string identity;
+  Sha256 lines;
+  for (const std::string& file : files) {
+    Sha256 hash;
+    const absl::Status status = HashFile(file, &hash);
+    if (!status.ok()) return status;
+    identity = hash.Hex();
+    const std::string line = absl::StrCat(identity, "\n");
+    lines.Update(line.data(), line.size());
   }
+  return files.size() == 1 ? identity : lines.Hex();
 }
 
 }  // namespace meshnet

@@ -1,9 +1,11 @@
-// What a GGUF says about itself, read before any tensor is.
+// What a GGUF says about itself, read before any tensor is. A split set is one model: any of its
+// parts stands for all of them, and the first one may hold no tensor.
 #ifndef MESHNET_CC_SHARD_ENGINE_LLAMA_ARTIFACT_H_
 #define MESHNET_CC_SHARD_ENGINE_LLAMA_ARTIFACT_H_
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -20,17 +22,22 @@ struct ArtifactHeader {
   uint32_t embedding = 0;
   // SHA-256 over every tokenizer.* entry, sorted by key.
   std::string tokenizer_sha256;
+  // The file, or all parts of the split set, in their order.
+  std::vector<std::string> files;
 };
 
 // Whether the engine can serve models of this general.architecture.
 bool IsServedArchitecture(absl::string_view architecture);
 
-// ARTIFACT_UNREADABLE or ARTIFACT_INVALID. Checks what llama.cpp would answer with an assertion.
+// ARTIFACT_UNREADABLE or ARTIFACT_INVALID. Checks what llama.cpp would answer with an assertion,
+// and that the parts of a split set are all there, no more, and agree.
 absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path);
 
-// Of the file's content, in lower-case hex. Reads through the page cache and maps nothing, so the
-// pages do not count as this process's memory. ARTIFACT_UNREADABLE.
-absl::StatusOr<std::string> FileSha256(const std::string& path);
+// The artifact's identity in lower-case hex: of one file its content's SHA-256; of several the
+// SHA-256 over a line for each with its own, in their order, so that names count for nothing. Reads
+// through the page cache and maps nothing, so the pages do not count as this process's memory.
+// ARTIFACT_UNREADABLE.
+absl::StatusOr<std::string> ArtifactSha256(const std::vector<std::string>& files);
 
 }  // namespace meshnet
 

@@ -720,7 +720,8 @@ ggml_type KvGgmlType(LlamaEngineOptions::KvType type) {
   return GGML_TYPE_F16;
 }
 
-absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options, const LayerRange& range) {
+absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options,
+                                   const std::vector<std::string>& files, const LayerRange& range) {
   llama_model_params params = llama_model_default_params();
   params.layer_begin = static_cast<int32_t>(range.begin);
   params.layer_end = static_cast<int32_t>(range.end);
@@ -728,10 +729,12 @@ absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options, const Laye
   params.use_extra_bufts = options.repack;
   params.n_gpu_layers = 0;
   TakeLlamaErrors();
+  std::vector<const char*> paths;
+  for (const std::string& file : files) paths.push_back(file.c_str());
   ModelPtr model;
   std::string reason;
   try {
-    model.reset(llama_model_load_from_file(options.model_path.c_str(), params));
+    model.reset(llama_model_load_from_splits(paths.data(), paths.size(), params));
   } catch (const std::exception& error) {
     reason = error.what();
   }
@@ -942,7 +945,7 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   }
   const absl::StatusOr<LayerRange> range = ResolveRange(options.range, *header);
   if (!range.ok()) return range.status();
-  const absl::StatusOr<std::string> sha256 = FileSha256(options.model_path);
+  const absl::StatusOr<std::string> sha256 = ArtifactSha256(header->files);
   if (!sha256.ok()) return sha256.status();
   if (!options.expected_artifact_sha256.empty() && options.expected_artifact_sha256 != *sha256) {
     return MakeError(
@@ -956,7 +959,7 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   if (loaded.options.threads == 0) {
     loaded.options.threads = std::max(1u, std::thread::hardware_concurrency());
   }
-  absl::StatusOr<ModelPtr> model = LoadModel(loaded.options, *range);
+  absl::StatusOr<ModelPtr> model = LoadModel(loaded.options, header->files, *range);
   if (!model.ok()) return model.status();
   loaded.model = *std::move(model);
   loaded.capability =

@@ -42,9 +42,9 @@ namespace meshnet {
 struct LlamaEngineOptions {
   enum class KvType { kF16, kF32, kQ8_0 };
 
-  // One GGUF file.
+  // A GGUF file, or a part of a split set.
   std::string model_path;
-  // ARTIFACT_MISMATCH when the file hashes to something else. Lower-case hex; empty = any.
+  // ARTIFACT_MISMATCH when the artifact hashes to something else. Lower-case hex; empty = any.
   std::string expected_artifact_sha256;
   // end 0 = the model's last layer.
   LayerRange range;

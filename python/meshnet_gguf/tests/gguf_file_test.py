@@ -117,6 +117,35 @@ def test_missing_part_is_named(tmp_path: pathlib.Path) -> None:
     assert "m-00002-of-00002.gguf" in error.message
 
 
+def test_another_part_is_refused(tmp_path: pathlib.Path) -> None:
+    parts = deepseek4.write(
+        deepseek4.SHAPES["tiny"], tmp_path / "m.gguf", weight_type="q4_0", parts=2
+    )
+    (tmp_path / "m-00001-of-00003.gguf").touch()  # of another set
+    assert len(read_model(parts[0]).files) == 2
+    (tmp_path / "m-00003-of-00002.gguf").touch()
+    error = refusal(parts[0])
+    assert error.reason == INVALID
+    assert "m-00003-of-00002.gguf" in error.message
+    assert "expected parts 1 to 2 of the split set and no other" in error.message
+
+
+def test_parts_of_different_sets_are_refused(tmp_path: pathlib.Path) -> None:
+    for number, tensors in enumerate((3, 4)):
+        keys = (
+            key("split.no", 2, struct.pack("<H", number)),
+            key("split.count", 2, struct.pack("<H", 2)),
+            key("split.tensors.count", 5, struct.pack("<i", tensors)),
+        )
+        (tmp_path / f"m-0000{number + 1}-of-00002.gguf").write_bytes(
+            file_of(keys=(ARCHITECTURE, *keys))
+        )
+    error = refusal(tmp_path / "m-00001-of-00002.gguf")
+    assert error.reason == INVALID
+    assert "m-00002-of-00002.gguf" in error.message
+    assert "its split.tensors.count is not that of" in error.message
+
+
 def test_renamed_part_is_refused(tmp_path: pathlib.Path) -> None:
     parts = deepseek4.write(
         deepseek4.SHAPES["tiny"], tmp_path / "m.gguf", weight_type="q4_0", parts=2

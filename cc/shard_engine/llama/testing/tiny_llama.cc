@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "ggml.h"
 #include "gguf.h"
 #include "llama.h"
@@ -78,10 +79,32 @@ class Writer {
       AddMatrix(block + "ffn_up.weight", matrix, kWidth, kFeedForward);
       AddMatrix(block + "ffn_down.weight", matrix, kFeedForward, kWidth);
     }
+    if (options_.parts > 1) return WriteParts(path);
+    for (const ggml_tensor* tensor : tensors_) gguf_add_tensor(gguf_, tensor);
     return gguf_write_to_file(gguf_, path.c_str(), /*only_meta=*/false);
   }
 
  private:
+  bool WriteParts(const std::string& path) {
+    const std::string prefix(absl::StripSuffix(path, ".gguf"));
+    const size_t with_tensors = options_.parts - 1;
+    for (size_t number = 0; number < options_.parts; ++number) {
+      gguf_context* part = number == 0 ? gguf_ : gguf_init_empty();
+      gguf_set_val_u16(part, "split.no", static_cast<uint16_t>(number));
+      gguf_set_val_u16(part, "split.count", static_cast<uint16_t>(options_.parts));
+      gguf_set_val_i32(part, "split.tensors.count", static_cast<int32_t>(tensors_.size()));
+      for (size_t i = 0; number > 0 && i < tensors_.size(); ++i) {
+        if (i * with_tensors / tensors_.size() + 1 == number) gguf_add_tensor(part, tensors_[i]);
+      }
+      const std::string name =
+          absl::StrFormat("%s-%05d-of-%05d.gguf", prefix, number + 1, options_.parts);
+      const bool written = gguf_write_to_file(part, name.c_str(), /*only_meta=*/false);
+      if (number > 0) gguf_free(part);
+      if (!written) return false;
+    }
+    return true;
+  }
+
   void AddHeader() {
     const std::string prefix = options_.architecture + ".";
     const auto set = [&](const char* key, uint32_t value) {
@@ -161,13 +184,15 @@ class Writer {
 
   void Add(ggml_tensor* tensor, const std::string& name) {
     ggml_set_name(tensor, name.c_str());
-    gguf_add_tensor(gguf_, tensor);
+    tensors_.push_back(tensor);
   }
 
   const TinyLlamaOptions options_;
   Random random_;
   gguf_context* gguf_;
   ggml_context* ggml_ = nullptr;
+  // In the file's order.
+  std::vector<ggml_tensor*> tensors_;
 };
 
 }  // namespace

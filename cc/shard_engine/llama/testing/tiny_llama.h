@@ -18,6 +18,9 @@ struct TinyLlamaOptions {
   // Quantised as real models are: Q4_0 for the blocks' matrices, F16 for the rest.
   bool quantized = true;
   std::string architecture = "llama";
+  // More than 1: a split set with `-00001-of-0000N` before the suffix of the path, of which the
+  // first part holds no tensor.
+  uint32_t parts = 1;
 };
 
 // Width 64, 2 heads of 32, 1 KV head, feed-forward 128, vocabulary 512 (SentencePiece with byte
