@@ -110,6 +110,8 @@ async def test_every_stage_serves_its_vocabulary() -> None:
             assert vocabulary.special_tokens == (
                 SpecialToken("bos", BOS, b"<bos>"),
                 SpecialToken("eos", EOS, b"<eos>"),
+                SpecialToken("control", USER, b"<|user|>"),
+                SpecialToken("control", USER + 1, b"<|assistant|>"),
             )
             assert vocabulary.end_of_generation_ids == {EOS}
             text = "é<|user|>"

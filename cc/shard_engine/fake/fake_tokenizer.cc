@@ -15,7 +15,7 @@ constexpr absl::string_view kSpecial[] = {"<bos>", "<eos>", "<|user|>", "<|assis
 }  // namespace
 
 std::vector<Tokenizer::SpecialToken> FakeTokenizer::special_tokens() const {
-  return {{"bos", kBos}, {"eos", kEos}};
+  return {{"bos", kBos}, {"eos", kEos}, {"control", kUser}, {"control", kAssistant}};
 }
 
 std::string FakeTokenizer::chat_template() const {

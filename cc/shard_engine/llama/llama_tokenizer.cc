@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -40,6 +41,15 @@ std::vector<Tokenizer::SpecialToken> LlamaTokenizer::special_tokens() const {
   add("nl", llama_vocab_nl(vocab_));
   add("pad", llama_vocab_pad(vocab_));
   add("mask", llama_vocab_mask(vocab_));
+  std::set<int32_t> named;
+  for (const SpecialToken& token : tokens) named.insert(token.token_id);
+  for (int32_t id = 0; id < static_cast<int32_t>(vocabulary_size_); ++id) {
+    // What llama_tokenize reads only with parse_special.
+    constexpr uint32_t kControl = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN;
+    if ((llama_vocab_get_attr(vocab_, id) & kControl) != 0 && named.count(id) == 0) {
+      tokens.push_back({"control", id});
+    }
+  }
   return tokens;
 }
 
