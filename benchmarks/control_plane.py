@@ -25,15 +25,17 @@ from typing import Any
 
 from absl import app, flags
 from meshnet.errors import ControlError
+from meshnet_gguf.errors import MeshnetError
 
 from benchmarks.chart import render_bars
-from benchmarks.control import relay_section, tracker_section
+from benchmarks.control import provisioning_section, relay_section, tracker_section
 from benchmarks.control.cores import reserve_core
 from benchmarks.control.metrics import Metric, Section, Settings, say
 
 SECTIONS: Mapping[str, Section] = {
     "tracker": tracker_section.measure,
     "relay": relay_section.measure,
+    "provisioning": provisioning_section.measure,
 }
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
@@ -77,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             settings = Settings(pathlib.Path(folder), reserve_core(), quick=_QUICK.value)
             metrics = asyncio.run(_run(names, settings))
-        except ControlError as error:
+        except (ControlError, MeshnetError) as error:
             print(f"control_plane: {error}", file=sys.stderr)
             return 1
     print("\n".join(_line(metric) for metric in metrics))

@@ -18,6 +18,11 @@ ABSL_FLAG(
     std::string, model, "",
     "GGUF file of the whole model, or the first part of a split set; only the range's tensors "
     "are loaded.");
+ABSL_FLAG(
+    std::string, manifest, "",
+    "The artifact's manifest (see `meshnet provision`): what the layers read is compared with "
+    "it, the rest may be missing, and its hash is the artifact. --model is then its first file, "
+    "beside it if not given.");
 ABSL_FLAG(std::string, layers, "",
           "Layer range BEGIN:END, half-open, for example 0:15. Empty = the whole model.");
 ABSL_FLAG(std::string, batch_policy, "exact",
@@ -135,8 +140,11 @@ absl::StatusOr<LlamaEngineOptions> LlamaOptions() {
   const auto kv_type = ParseKvType(absl::GetFlag(FLAGS_kv_type));
   if (!kv_type.ok()) return kv_type.status();
   options.model_path = absl::GetFlag(FLAGS_model);
-  if (options.model_path.empty()) {
-    return Invalid("expected --model=FILE.gguf, got none; or --engine=fake for a fixture");
+  options.manifest_path = absl::GetFlag(FLAGS_manifest);
+  if (options.model_path.empty() && options.manifest_path.empty()) {
+    return Invalid(
+        "expected --model=FILE.gguf or --manifest=FILE.json, got none; or --engine=fake for a "
+        "fixture");
   }
   options.poll = absl::GetFlag(FLAGS_poll);
   if (options.poll > 100) {

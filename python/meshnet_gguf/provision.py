@@ -202,17 +202,28 @@ class _Run:
 
     async def _recheck(self) -> None:
         """Forgets the chunks that are not what they were."""
+        work = iter(
+            [
+                (file, chunk)
+                for file in self._manifest.files
+                for chunk in sorted(self._set.verified[file.name])
+            ]
+        )
+        damaged: dict[ManifestFile, list[int]] = {}
+
+        async def check() -> None:
+            for file, chunk in work:
+                if await in_thread(self._set.read_chunk, file, chunk) != file.chunks[chunk]:
+                    damaged.setdefault(file, []).append(chunk)
+                advance(self._manifest.chunk_span(file, chunk)[1])
+
         with progress.bytes_bar("checking what is there", self._verified_bytes()) as advance:
-            for file in self._manifest.files:
-                wrong = []
-                for chunk in sorted(self._set.verified[file.name]):
-                    found = await in_thread(self._set.read_chunk, file, chunk)
-                    if found != file.chunks[chunk]:
-                        wrong.append(chunk)
-                    advance(self._manifest.chunk_span(file, chunk)[1])
-                if wrong:
-                    progress.say(f"{file.name}: {len(wrong)} chunks are damaged; fetching them")
-                    self._set.forget(file, wrong)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._options.parallel):
+                    tasks.create_task(check())
+        for file, chunks in damaged.items():
+            progress.say(f"{file.name}: {len(chunks)} chunks are damaged; fetching them again")
+            self._set.forget(file, chunks)
 
     async def _fetch_all(
         self,

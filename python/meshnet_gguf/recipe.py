@@ -20,7 +20,7 @@ _MEANINGS = {
     "activation_dtype": "number format of the residual between layers",
     "adapter": "our code that runs an architecture by layer ranges, and its version",
     "architecture": "which computation the layers are",
-    "artifact_sha256": "the model file, every byte of it",
+    "artifact_sha256": "the artifact: its manifest, or every byte of its files",
     "backend": "which kind of device computes",
     "batch_policy": "whether rows of several sessions share matrix products",
     "boundary_schema": "which tensors cross a seam, and their version",

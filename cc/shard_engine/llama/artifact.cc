@@ -1,14 +1,12 @@
 #include "cc/shard_engine/llama/artifact.h"
 
 #include <fcntl.h>
-#include <openssl/evp.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <exception>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -18,12 +16,13 @@
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "cc/common/status.h"
+#include "cc/shard_engine/llama/digest.h"
+#include "cc/shard_engine/llama/gguf_header.h"
 #include "ggml.h"
 #include "gguf.h"
 
@@ -73,51 +72,6 @@ absl::Status Invalid(const std::string& path, absl::string_view what) {
                    absl::StrCat(path, " is no model that can be served: ", what));
 }
 
-class Sha256 {
- public:
-  Sha256() : context_(EVP_MD_CTX_new()) { EVP_DigestInit_ex(context_, EVP_sha256(), nullptr); }
-  ~Sha256() { EVP_MD_CTX_free(context_); }
-  Sha256(const Sha256&) = delete;
-  Sha256& operator=(const Sha256&) = delete;
-
-  void Update(const void* data, size_t size) { EVP_DigestUpdate(context_, data, size); }
-
-  // With its length, so that neighbours cannot run into each other.
-  void UpdateText(absl::string_view text) {
-    const uint64_t size = text.size();
-    Update(&size, sizeof(size));
-    Update(text.data(), text.size());
-  }
-
-  std::string Hex() {
-    std::string digest(EVP_MAX_MD_SIZE, '\0');
-    unsigned int size = 0;
-    EVP_DigestFinal_ex(context_, reinterpret_cast<unsigned char*>(&digest[0]), &size);
-    digest.resize(size);
-    return absl::BytesToHexString(digest);
-  }
-
- private:
-  EVP_MD_CTX* context_;
-};
-
-struct GgufDeleter {
-  void operator()(gguf_context* context) const { gguf_free(context); }
-};
-using GgufPtr = std::unique_ptr<gguf_context, GgufDeleter>;
-
-// Null when the header does not parse.
-GgufPtr OpenGguf(const std::string& path) {
-  gguf_init_params params = {};
-  params.no_alloc = true;
-  // A header that declares more entries than there is memory for throws.
-  try {
-    return GgufPtr(gguf_init_from_file(path.c_str(), params));
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
 size_t ScalarSize(gguf_type type) {
   switch (type) {
     case GGUF_TYPE_UINT8:
@@ -136,6 +90,7 @@ size_t ScalarSize(gguf_type type) {
   }
 }
 
+// As it stands in the file: what python/meshnet_gguf/gguf_file.py hashes.
 void HashValue(const gguf_context* gguf, int64_t id, Sha256* hash) {
   gguf_type type = gguf_get_kv_type(gguf, id);
   const auto kind = static_cast<uint32_t>(type);
@@ -149,6 +104,8 @@ void HashValue(const gguf_context* gguf, int64_t id, Sha256* hash) {
     return;
   }
   type = gguf_get_arr_type(gguf, id);
+  const auto element = static_cast<uint32_t>(type);
+  hash->Update(&element, sizeof(element));
   const uint64_t count = gguf_get_arr_n(gguf, id);
   hash->Update(&count, sizeof(count));
   if (type == GGUF_TYPE_STRING) {

@@ -20,7 +20,7 @@ struct ArtifactHeader {
   // Residual streams of a token: 1 for dense models.
   uint32_t streams = 1;
   uint32_t embedding = 0;
-  // SHA-256 over every tokenizer.* entry, sorted by key.
+  // SHA-256 over every tokenizer.* entry as it stands in the first file, sorted by key.
   std::string tokenizer_sha256;
   // The file, or all parts of the split set, in their order.
   std::vector<std::string> files;

@@ -10,6 +10,8 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,6 +22,7 @@
 #include "cc/common/status.h"
 #include "cc/shard_engine/llama/artifact.h"
 #include "cc/shard_engine/llama/llama_tokenizer.h"
+#include "cc/shard_engine/llama/manifest.h"
 #include "cc/shard_engine/sampler.h"
 #include "cc/shard_engine/session_table.h"
 #include "cc/shard_engine/step_check.h"
@@ -28,6 +31,10 @@
 #include "llama.h"
 #include "llama_cpp_identity.h"
 #include "third_party/llama_cpp/cpu_backend.h"
+
+// Of llama.cpp's src/llama-model.h, where its own tools look at what is loaded.
+const std::vector<std::pair<std::string, ggml_tensor*>>& llama_internal_get_tensor_map(
+    const llama_model* model);
 
 namespace meshnet {
 namespace {
@@ -908,6 +915,109 @@ Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeade
   return c;
 }
 
+// What is to be loaded, and which artifact that is.
+struct Identified {
+  ArtifactHeader header;
+  LayerRange range;
+  std::string sha256;
+  // By a manifest: the tensors that were compared with it.
+  std::optional<std::set<std::string>> verified;
+};
+
+absl::Status CheckServed(const ArtifactHeader& header) {
+  if (IsServedArchitecture(header.architecture)) return absl::OkStatus();
+  return MakeError(v1::REASON_ARCHITECTURE_UNSUPPORTED,
+                   absl::StrCat("expected a model of the `llama` or `deepseek4` architecture, "
+                                "this one is `",
+                                header.architecture, "`"));
+}
+
+absl::Status CheckExpected(const LlamaEngineOptions& options, const std::string& sha256,
+                           const std::string& path) {
+  if (options.expected_artifact_sha256.empty() || options.expected_artifact_sha256 == sha256) {
+    return absl::OkStatus();
+  }
+  return MakeError(v1::REASON_ARTIFACT_MISMATCH,
+                   absl::StrCat("expected an artifact with SHA-256 ",
+                                options.expected_artifact_sha256, ", ", path, " has ", sha256));
+}
+
+// By the content of all files.
+absl::StatusOr<Identified> Identify(const LlamaEngineOptions& options) {
+  Identified found;
+  absl::StatusOr<ArtifactHeader> header = ReadArtifactHeader(options.model_path);
+  if (!header.ok()) return header.status();
+  found.header = *std::move(header);
+  absl::Status status = CheckServed(found.header);
+  if (!status.ok()) return status;
+  const absl::StatusOr<LayerRange> range = ResolveRange(options.range, found.header);
+  if (!range.ok()) return range.status();
+  found.range = *range;
+  absl::StatusOr<std::string> sha256 = ArtifactSha256(found.header.files);
+  if (!sha256.ok()) return sha256.status();
+  found.sha256 = *std::move(sha256);
+  status = CheckExpected(options, found.sha256, options.model_path);
+  if (!status.ok()) return status;
+  return found;
+}
+
+// By the manifest, as far as the range reads the files: what is cheap to refuse comes first.
+absl::StatusOr<Identified> IdentifyByManifest(const LlamaEngineOptions& options) {
+  const absl::StatusOr<Manifest> manifest = ReadManifest(options.manifest_path);
+  if (!manifest.ok()) return manifest.status();
+  absl::Status status = CheckExpected(options, manifest->artifact_sha256, options.manifest_path);
+  if (!status.ok()) return status;
+  const std::string& beside =
+      options.model_path.empty() ? options.manifest_path : options.model_path;
+  const size_t slash = beside.rfind('/');
+  const absl::StatusOr<std::vector<std::string>> paths = VerifyHeaders(
+      *manifest, slash == std::string::npos ? "" : beside.substr(0, slash), options.threads);
+  if (!paths.ok()) return paths.status();
+  Identified found;
+  found.sha256 = manifest->artifact_sha256;
+  absl::StatusOr<ArtifactHeader> header = ReadArtifactHeader(paths->front());
+  if (!header.ok()) return header.status();
+  found.header = *std::move(header);
+  const bool is_named = options.model_path.empty() ||
+                        std::find(paths->begin(), paths->end(), options.model_path) != paths->end();
+  if (!is_named || found.header.files != *paths) {
+    return MakeError(
+        v1::REASON_ARTIFACT_MISMATCH,
+        absl::StrCat("expected one of the ", paths->size(), " files of ", options.manifest_path,
+                     ", ", paths->front(), " first, got ", options.model_path));
+  }
+  if (found.header.tokenizer_sha256 != manifest->tokenizer_sha256) {
+    return MakeError(
+        v1::REASON_ARTIFACT_MISMATCH,
+        absl::StrCat("expected the tokenizer ", manifest->tokenizer_sha256, " by ",
+                     options.manifest_path, ", the file has ", found.header.tokenizer_sha256));
+  }
+  status = CheckServed(found.header);
+  if (!status.ok()) return status;
+  const absl::StatusOr<LayerRange> range = ResolveRange(options.range, found.header);
+  if (!range.ok()) return range.status();
+  found.range = *range;
+  absl::StatusOr<std::set<std::string>> verified =
+      VerifyLayers(*manifest, *paths, *range, found.header.layers, options.threads);
+  if (!verified.ok()) return verified.status();
+  found.verified = *std::move(verified);
+  return found;
+}
+
+// That llama.cpp holds nothing that was not compared with the manifest.
+absl::Status CheckLoaded(const Identified& artifact, const llama_model* model) {
+  if (!artifact.verified.has_value()) return absl::OkStatus();
+  for (const auto& [name, tensor] : llama_internal_get_tensor_map(model)) {
+    if (artifact.verified->count(ggml_get_name(tensor)) == 0) {
+      return MakeError(
+          v1::REASON_ARTIFACT_INVALID,
+          absl::StrCat("the tensor ", name, " was loaded for layers [", artifact.range.begin, ", ",
+                       artifact.range.end, ") and not compared with the manifest"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // The header and llama.cpp have to agree on what crosses the seams.
 absl::Status CheckBoundary(const Capability& c, const llama_model* model) {
   const uint64_t in = c.is_head() ? 0 : c.boundary_in->residual_width();
@@ -935,35 +1045,22 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
                      variant.status().message());
   }
 
-  const absl::StatusOr<ArtifactHeader> header = ReadArtifactHeader(options.model_path);
-  if (!header.ok()) return header.status();
-  if (!IsServedArchitecture(header->architecture)) {
-    return MakeError(v1::REASON_ARCHITECTURE_UNSUPPORTED,
-                     absl::StrCat("expected a model of the `llama` or `deepseek4` architecture, "
-                                  "this one is `",
-                                  header->architecture, "`"));
-  }
-  const absl::StatusOr<LayerRange> range = ResolveRange(options.range, *header);
-  if (!range.ok()) return range.status();
-  const absl::StatusOr<std::string> sha256 = ArtifactSha256(header->files);
-  if (!sha256.ok()) return sha256.status();
-  if (!options.expected_artifact_sha256.empty() && options.expected_artifact_sha256 != *sha256) {
-    return MakeError(
-        v1::REASON_ARTIFACT_MISMATCH,
-        absl::StrCat("expected an artifact with SHA-256 ", options.expected_artifact_sha256, ", ",
-                     options.model_path, " has ", *sha256));
-  }
-
   Loaded loaded;
   loaded.options = options;
   if (loaded.options.threads == 0) {
     loaded.options.threads = std::max(1u, std::thread::hardware_concurrency());
   }
-  absl::StatusOr<ModelPtr> model = LoadModel(loaded.options, header->files, *range);
+  const absl::StatusOr<Identified> artifact =
+      options.manifest_path.empty() ? Identify(options) : IdentifyByManifest(loaded.options);
+  if (!artifact.ok()) return artifact.status();
+  absl::StatusOr<ModelPtr> model =
+      LoadModel(loaded.options, artifact->header.files, artifact->range);
   if (!model.ok()) return model.status();
   loaded.model = *std::move(model);
-  loaded.capability =
-      MakeCapability(loaded.options, *header, *sha256, *variant, loaded.model.get());
+  status = CheckLoaded(*artifact, loaded.model.get());
+  if (!status.ok()) return status;
+  loaded.capability = MakeCapability(loaded.options, artifact->header, artifact->sha256, *variant,
+                                     loaded.model.get());
   status = CheckBoundary(loaded.capability, loaded.model.get());
   if (!status.ok()) return status;
   // A prefill chunk, or a decode row of every session.

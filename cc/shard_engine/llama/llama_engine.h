@@ -44,6 +44,10 @@ struct LlamaEngineOptions {
 
   // A GGUF file, or a part of a split set.
   std::string model_path;
+  // The artifact's manifest; its files lie beside `model_path`, or beside it where that is empty.
+  // Then the manifest's hash is the artifact's identity, what the range reads is compared with it,
+  // and the rest of the files may be missing. Without one the identity is the content of all files.
+  std::string manifest_path;
   // ARTIFACT_MISMATCH when the artifact hashes to something else. Lower-case hex; empty = any.
   std::string expected_artifact_sha256;
   // end 0 = the model's last layer.

@@ -83,6 +83,17 @@ def test_the_identity_is_the_hash_of_the_file(split: Manifest, tmp_path: pathlib
     assert again.encode() == path.read_bytes()
 
 
+def test_the_golden_one() -> None:
+    """The same file and hash as in cc/shard_engine/llama/manifest_test.cc."""
+    golden = pathlib.Path(os.environ["GOLDEN_MANIFEST"])
+    manifest = read_manifest(golden)
+    identity = "a01f8b758e45934a575193b24b96f091a8e4d17a3f3ebe2d2bc79b0eaada258a"
+    assert manifest.artifact_sha256 == identity
+    assert manifest.to_bytes() == golden.read_bytes()
+    assert manifest.origin == Origin("example/golden", "60d8d70", "v1")
+    assert [file.layers for file in manifest.files] == [None, (0, 4)]
+
+
 def test_everything_is_bound(split: Manifest) -> None:
     seen = {split.artifact_sha256}
     origin = split.origin
