@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -106,7 +107,9 @@ async def provision(
     storage.refuse_home(lock)
     try:
         async with storage.locked(lock):
-            with ProvisionedSet(manifest, folder) as kept:
+            kept = ProvisionedSet(manifest, folder)
+            with contextlib.closing(kept):
+                await in_thread(kept.open)
                 return await _Run(kept, sources, options).provision(layers)
     except OSError as error:
         raise MeshnetError(
@@ -223,7 +226,7 @@ class _Run:
                     tasks.create_task(check())
         for file, chunks in damaged.items():
             progress.say(f"{file.name}: {len(chunks)} chunks are damaged; fetching them again")
-            self._set.forget(file, chunks)
+            await in_thread(self._set.forget, file, chunks)
 
     async def _fetch_all(
         self,

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ RECORD_NAME = "provisioned.json"
 _JOURNAL_NAME = ".journal"
 _SCHEMA = "meshnet.provisioned/1"
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_JOURNAL_NUMBER = re.compile(r"[0-9]{1,9}\n")
 _SYNC_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 
@@ -57,7 +59,7 @@ def runs(chunks: Iterable[int]) -> list[tuple[int, int]]:
 class ProvisionedSet:
     """The files of one artifact below `parent`. One process at a time: the caller holds a lock.
 
-    Opening it makes what is missing. Safe to use from several threads.
+    open() makes what is missing, and may wait for the disk. Safe to use from several threads.
     """
 
     def __init__(self, manifest: Manifest, parent: pathlib.Path) -> None:
@@ -71,24 +73,12 @@ class ProvisionedSet:
         self._unsynced = 0
         self._noted = 0
         self._journal = -1
-        self.folder.mkdir(mode=0o700, exist_ok=True)
         self.verified: dict[str, set[int]] = {file.name: set() for file in manifest.files}
         self._descriptors: dict[str, int] = {}
 
-    def __enter__(self) -> ProvisionedSet:
-        """Opens the files."""
-        try:
-            self._open()
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes them; what was verified stays noted."""
-        self._close()
-
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Opens the files, finds out what is verified, and begins a journal."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         kept = set()
         for file in self.manifest.files:
             if self._open_file(file):
@@ -96,7 +86,7 @@ class ProvisionedSet:
         for name, chunks in self._recorded() | self._journalled():
             if name in kept and name in self.verified:
                 file = next(f for f in self.manifest.files if f.name == name)
-                self.verified[name].update(chunk for chunk in chunks if chunk < len(file.chunks))
+                self.verified[name].update(c for c in chunks if 0 <= c < len(file.chunks))
         self._begin_journal()
 
     def _open_file(self, file: ManifestFile) -> bool:
@@ -147,7 +137,7 @@ class ProvisionedSet:
         synced = 0
         for line in lines[1:]:
             name, _, number = line.rpartition(" ")
-            if not line.endswith("\n") or not number[:-1].isdecimal():
+            if not _JOURNAL_NUMBER.fullmatch(number):
                 break  # half a line, or no journal of ours
             if name == "synced":
                 synced = int(number)
@@ -273,7 +263,8 @@ class ProvisionedSet:
             os.close(self._journal)
             self._journal = -1
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Closes the files; what was verified stays noted."""
         self._close_journal()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -153,7 +153,8 @@ class FolderSource:
 class HttpSource:
     """A folder on a web server: a file lies at the base address plus its name.
 
-    Plaintext is for loopback alone. At most five redirects are followed, each under the same rule.
+    Plaintext is for loopback alone. At most five redirects are followed, each under the same rule,
+    and none leads from https to plaintext.
     """
 
     def __init__(self, base: str, *, tls: ssl.SSLContext | None = None) -> None:
@@ -261,8 +262,13 @@ class HttpSource:
             response = await stack.enter_async_context(_sent(self._client, request))
             if response.next_request is None:
                 return response
-            at = str(response.next_request.url)
-            _checked_url(at, url)
+            before, at = at, str(response.next_request.url)
+            if _checked_url(at, url).scheme != "https" and before.startswith("https:"):
+                # Also to this machine's own servers, which nobody else should reach through us.
+                raise SourceError(
+                    errors_pb2.REASON_INSECURE_TRANSPORT,
+                    f"expected no redirect from https to {at} (asked for {url})",
+                )
         raise _bad_answer(url, f"expected at most {_MAX_REDIRECTS} redirects, got more")
 
     @staticmethod

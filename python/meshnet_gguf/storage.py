@@ -121,7 +121,8 @@ def sync_folder(folder: pathlib.Path) -> None:
 @contextlib.asynccontextmanager
 async def locked(path: pathlib.Path) -> AsyncIterator[None]:
     """Holds a lock file, after waiting for whoever holds it; the kernel frees it with us."""
-    with path.open("w") as lock:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as lock:
         said = False
         while True:
             try:

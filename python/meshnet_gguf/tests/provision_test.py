@@ -603,6 +603,33 @@ async def test_redirects_are_followed(
         assert other.asked_bytes() == split.total_bytes
 
 
+async def test_no_redirect_from_https_to_a_plaintext_server_of_this_machine(
+    split: Manifest,
+    server: ModelServer,
+    folder: pathlib.Path,
+    to: pathlib.Path,
+    tmp_path: pathlib.Path,
+) -> None:
+    with ModelServer(folder, tls=tmp_path) as outside:
+        outside.fault = lambda request: Answer(
+            status=302, headers={"Location": f"{server.url}/{request.file}"}
+        )
+        error = await refusal(split, [outside.url], to, ca_file=outside.ca_file)
+        assert error.reason == errors_pb2.REASON_INSECURE_TRANSPORT
+        assert not server.requests
+
+
+async def test_a_lock_is_no_link(
+    split: Manifest, folder: pathlib.Path, to: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    (make(to) / f".{split.artifact_sha256}.lock").symlink_to(precious)
+    error = await refusal(split, [folder], to)
+    assert error.reason == errors_pb2.REASON_ARTIFACT_UNREADABLE
+    assert precious.read_text() == "content"
+
+
 async def test_mirrors_share_the_work_and_stand_in(
     split: Manifest, server: ModelServer, folder: pathlib.Path, to: pathlib.Path
 ) -> None:
@@ -651,9 +678,16 @@ async def test_a_cancelled_call_keeps_what_it_has(
 # The journal.
 
 
+@contextlib.contextmanager
+def opened(manifest: Manifest, to: pathlib.Path) -> Iterator[ProvisionedSet]:
+    with contextlib.closing(ProvisionedSet(manifest, to)) as kept:
+        kept.open()
+        yield kept
+
+
 def write_chunks(manifest: Manifest, to: pathlib.Path, index: int, chunks: Sequence[int]) -> None:
     to.mkdir(exist_ok=True)
-    with ProvisionedSet(manifest, to) as kept:
+    with opened(manifest, to) as kept:
         file = manifest.files[index]
         content = SPLIT[index].read_bytes()
         for chunk in chunks:
@@ -697,6 +731,7 @@ async def test_after_a_power_cut_only_what_was_synced_counts(
         b"boot ",
         b"noise\nnoise\n",
         b"boot x\nsynced 99999999999999999999\n",
+        b"boot x\n" + SPLIT[1].name.encode() + b" " + b"9" * 5000 + b"\nsynced 1\n",
         b"boot x\nno-such-file.gguf 1\nsynced 1\n",
         b"boot x\n" + SPLIT[1].name.encode() + b" 99999\nsynced 1\n",
         b"boot x\n" + SPLIT[1].name.encode() + b" -1\nsynced 1\n",
@@ -712,14 +747,24 @@ async def test_noise_instead_of_a_journal(
 
 @pytest.mark.parametrize(
     "record",
-    ["", "[]", "{}", '{"artifact_sha256": 1}', '{"artifact_sha256": "ID", "files": [{"name": 1}]}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"artifact_sha256": 1}',
+        '{"artifact_sha256": "ID", "files": [{"name": 1}]}',
+        '{"artifact_sha256": "ID", "files": [{"name": "NAME", "chunks": [0]}]}',
+        '{"artifact_sha256": "ID", "files": [{"name": "NAME", "chunks": [-9, 0]}]}',
+        '{"artifact_sha256": "ID", "files": [{"name": "NAME", "chunks": [9999999, 99999999999]}]}',
+        '{"artifact_sha256": "ID", "files": [{"name": "NAME", "chunks": ["0", "1"]}]}',
+    ],
 )
 async def test_noise_instead_of_a_record(
     split: Manifest, to: pathlib.Path, folder: pathlib.Path, record: str
 ) -> None:
     done = await provisioned(split, [folder], to)
     path = done.folder / "provisioned.json"
-    path.write_text(record.replace("ID", split.artifact_sha256))
+    path.write_text(record.replace("ID", split.artifact_sha256).replace("NAME", SPLIT[1].name))
     assert await resumed_kept(split, to, folder) == 0
 
 
@@ -757,7 +802,7 @@ def test_a_writer_keeps_wanted_chunks_whatever_the_pieces(
     wanted = data.draw(st.sets(st.integers(0, len(file.chunks) - 1)))
     cuts = sorted(data.draw(st.sets(st.integers(1, file.bytes - 1), max_size=12)))
     to = tmp_path_factory.mktemp("set")
-    with ProvisionedSet(manifest, to) as kept:
+    with opened(manifest, to) as kept:
         writer = ChunkWriter(kept, file, 0, wanted)
         for begin, end in zip([0, *cuts], [*cuts, file.bytes], strict=True):
             writer(memoryview(content)[begin:end])
