@@ -712,7 +712,9 @@ TEST_P(EngineContractTest, HistoryMatters) {
 TEST_P(EngineContractTest, WarmUpLeavesNothingBehind) {
   const EngineChain cold = MakeChain({});
   const EngineChain warm = MakeChain({});
+  EXPECT_EQ(warm[0]->metrics().warm_up_step, absl::ZeroDuration());
   ASSERT_TRUE(warm[0]->WarmUp().ok());
+  EXPECT_GT(warm[0]->metrics().warm_up_step, absl::ZeroDuration());
   EXPECT_EQ(warm[0]->metrics().open_sessions, 0u);
   EXPECT_EQ(warm[0]->metrics().kv_bytes, 0u);
   EXPECT_EQ(warm[0]->metrics().prefill_tokens, 0u);

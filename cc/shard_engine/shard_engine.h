@@ -240,6 +240,7 @@ struct EngineMetrics {
   absl::Duration decode_time;
   uint64_t engine_calls = 0;
   uint64_t sessions_evicted = 0;
+  absl::Duration warm_up_step;  // one row, measured by WarmUp(); zero before
 };
 
 // Immutable and thread-safe.
@@ -281,8 +282,8 @@ class ShardEngine {
   virtual const Tokenizer& tokenizer() const = 0;
   virtual MemoryEstimate EstimateMemory() const = 0;
 
-  // Runs every shape once so that the first request finds caches warm and memory in place. Leaves
-  // no session behind.
+  // Runs every shape once so that the first request finds caches warm and memory in place, and
+  // measures what one row takes (metrics().warm_up_step). Leaves no session behind.
   virtual absl::Status WarmUp() = 0;
 
   // Takes a slot. SESSION_EXISTS for the same key; STALE_EPOCH when a newer epoch of the same

@@ -78,6 +78,9 @@ ABSL_FLAG(std::string, tls_target_name, "",
           "Name that the next stages' certificates must carry instead of their host name.");
 ABSL_FLAG(bool, insecure, false, "Allow plaintext beyond loopback. Only in a trusted network.");
 ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.");
+ABSL_FLAG(int32_t, parent_pid, 0,
+          "With --die_with_parent: the parent's process id, so that one that is dead already is "
+          "noticed. 0 = unknown.");
 
 namespace meshnet::worker {
 namespace {
@@ -468,7 +471,14 @@ int Main() {
   if (!server_options.ok()) return refuse(server_options.status());
   const auto worker_options = WorkerOptionsFromFlags();
   if (!worker_options.ok()) return refuse(worker_options.status());
-  if (absl::GetFlag(FLAGS_die_with_parent)) prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (absl::GetFlag(FLAGS_die_with_parent)) {
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    const int32_t parent = absl::GetFlag(FLAGS_parent_pid);
+    if (parent != 0 && getppid() != parent) {
+      Logger().Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "parent is gone"}});
+      return kExitOk;
+    }
+  }
   return Process(signal_fd, *server_options, *worker_options).Run();
 }
 

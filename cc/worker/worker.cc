@@ -627,6 +627,7 @@ v1::Metrics Worker::GetMetrics() const {
     metrics.set_decode_tokens(engine.decode_tokens);
     metrics.set_prefill_engine_us(Microseconds(engine.prefill_time));
     metrics.set_decode_engine_us(Microseconds(engine.decode_time));
+    metrics.set_warm_up_step_us(Microseconds(engine.warm_up_step));
     metrics.set_engine_calls(engine.engine_calls);
     metrics.set_queued_steps(core_->scheduler->queued());
   }

@@ -87,8 +87,12 @@ class FakeEngine : public ShardEngine {
     return estimate;
   }
 
-  // There is nothing to warm.
+  // There is nothing to warm, and a step takes what the options say.
   absl::Status WarmUp() override {
+    {
+      absl::MutexLock lock(&metrics_mu_);
+      metrics_.warm_up_step = std::max(options_.delay, absl::Microseconds(1));
+    }
     return options_.warm_up ? options_.warm_up() : absl::OkStatus();
   }
 

@@ -663,7 +663,10 @@ absl::Status LlamaEngine::WarmUp() {
       rows_.Add(static_cast<int32_t>(i % capability_.vocabulary_size), i, (*session)->slot,
                 capability_.is_tail() && i + 1 == count);
     }
+    const absl::Time begin = absl::Now();
     status.Update(DecodeRows(width_in_ > 0 ? residual.data() : nullptr));
+    absl::MutexLock lock(&mu_);
+    metrics_.warm_up_step = absl::Now() - begin;
   }
   status.Update(table_.Release(key));
   return status;

@@ -197,6 +197,7 @@ class Metrics:
     sessions_failed: int
     sessions_evicted: int
     refusals: Mapping[str, int]
+    warm_up_step_us: int
 
     @classmethod
     def from_proto(cls, message: shard_pb2.Metrics) -> Metrics:
@@ -222,6 +223,7 @@ class Metrics:
             sessions_failed=message.sessions_failed,
             sessions_evicted=message.sessions_evicted,
             refusals=dict(message.refusals),
+            warm_up_step_us=message.warm_up_step_us,
         )
 
 
