@@ -23,7 +23,7 @@ from meshnet.relay import CallRecord, Relay, RelayOptions
 from meshnet.telemetry import Telemetry
 from meshnet.transport import TlsFiles, bind, make_server
 
-__all__ = ["RelaySettings", "serve"]
+__all__ = ["RelaySettings", "run", "serve", "settings_from_flags"]
 
 _FAREWELL_SECONDS = 2.0
 
@@ -72,21 +72,26 @@ def _log(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
 
 
-async def _run() -> None:
+def settings_from_flags() -> RelaySettings:
+    """What the command line says. Raises ControlError (CONFIGURATION_INVALID)."""
     named = [flag.value for flag in (_CERT, _KEY, _CA)]
     if any(named) and not all(named):
         raise ControlError(
             Reason.CONFIGURATION_INVALID, "expected --tls_cert, --tls_key and --tls_ca together"
         )
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    settings = RelaySettings(
+    return RelaySettings(
         listen=_LISTEN.value,
         metrics_listen=_METRICS.value,
         tls=TlsFiles(*(pathlib.Path(name) for name in named)) if all(named) else None,
         insecure=_INSECURE.value,
     )
+
+
+async def run(settings: RelaySettings) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with serve(settings) as (endpoint, metrics_port):
         _log("listening", address=endpoint, metrics_port=metrics_port)
         await ended.wait()
@@ -97,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"expected flags only, got {argv[1]}")
     try:
-        asyncio.run(_run())
+        asyncio.run(run(settings_from_flags()))
     except ControlError as error:
         _log("failed", reason=error.reason.name, message=error.message)
         return 1

@@ -31,7 +31,7 @@ from meshnet.transport import TlsFiles, bind, make_server
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 from proto.meshnet.control.v1 import tracker_pb2_grpc
 
-__all__ = ["TrackerServer", "TrackerSettings"]
+__all__ = ["TrackerServer", "TrackerSettings", "run", "settings_from_flags"]
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")

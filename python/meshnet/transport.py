@@ -29,6 +29,9 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A server that comes back is found again at once, not after gRPC's backoff of up to minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 _SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0))
 

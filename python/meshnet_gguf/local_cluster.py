@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import shutil
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from meshnet_gguf.client import LayerRange, TlsCredentials, WorkerClient
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.logged_process import LoggedProcess, start_logged
 from proto.meshnet.shard.v1 import errors_pb2
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ __all__ = [
 
 _POLL_SECONDS = 0.01
 _FAREWELL_SECONDS = 2.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - names, not a binding
 _WORKER_VARIABLE = "MESHNET_WORKER"
 
 
@@ -106,7 +106,8 @@ class WorkerSpec:
 
     def command(self, binary: pathlib.Path) -> list[str]:
         """The command line."""
-        command = [str(binary), "--listen=127.0.0.1:0", "--die_with_parent"]
+        command = [str(binary), "--listen=127.0.0.1:0"]
+        command += ["--die_with_parent", f"--parent_pid={os.getpid()}"]
         if self.model is None:
             command.append("--engine=fake")
         else:
@@ -116,16 +117,15 @@ class WorkerSpec:
         return [*command, *self.flags]
 
 
-class WorkerProcess:
+class WorkerProcess(LoggedProcess):
     """One running worker. Made by start()."""
 
     def __init__(
         self, spec: WorkerSpec, process: asyncio.subprocess.Process, log: pathlib.Path
     ) -> None:
+        super().__init__(process, log)
         self.spec = spec
-        self.log = log
         self.endpoint = ""
-        self._process = process
 
     @classmethod
     async def start(
@@ -137,45 +137,12 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> Self:
         """Starts the process; it is not ready yet. `environment` is added to this process's."""
-        with log.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *spec.command(binary or worker_binary()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={**os.environ, **(environment or {})},
-                # Ctrl-C is for whoever started the workers; they are told by stop().
-                start_new_session=True,
-            )
+        command = spec.command(binary or worker_binary())
+        process = await start_logged(command, log, environment)
         return cls(spec, process, log)
 
-    @property
-    def pid(self) -> int:
-        """The process id, also after the process has ended."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while the process runs; -N when signal N ended it."""
-        return self._process.returncode
-
-    def log_tail(self, lines: int = 20) -> str:
-        """The end of the log."""
-        text = self.log.read_text("utf-8", "replace")
-        return "\n".join(text.splitlines()[-lines:])
-
-    def log_records(self) -> list[dict[str, object]]:
-        """The log's JSON lines; other lines (a crash report) are left out."""
-        records = []
-        for line in self.log.read_text("utf-8", "replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    records.append(record)
-        return records
-
     async def wait_listening(self) -> str:
-        """Waits until the worker has bound its port and returns its endpoint.
+        """Waits until the worker has bound its port and returns its endpoint on this machine.
 
         Raises MeshnetError (ENGINE_FAILURE, or the reason that the worker logged) with the end of
         the log when the process ends instead.
@@ -183,7 +150,7 @@ class WorkerProcess:
         while not self.endpoint:
             for record in self.log_records():
                 if record.get("event") == "listening":
-                    self.endpoint = str(record["address"])
+                    self.endpoint = _from_here(str(record["address"]))
                     return self.endpoint
             if self.exit_code is not None:
                 raise self._died()
@@ -215,7 +182,7 @@ class WorkerProcess:
             endpoint, credentials=credentials, allow_insecure=allow_insecure
         ) as client:
             ready = asyncio.create_task(client.wait_ready(within))
-            ended = asyncio.create_task(self._process.wait())
+            ended = asyncio.create_task(self.wait())
             try:
                 await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done() and ready.exception() is not None:
@@ -244,27 +211,11 @@ class WorkerProcess:
             f"{self.log_tail()}",
         )
 
-    def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process still runs."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
-    async def wait(self) -> int:
-        """Waits for the end of the process and returns its exit code."""
-        return await self._process.wait()
-
-    async def kill(self) -> int:
-        """Ends the process as a crash would (SIGKILL)."""
-        self.send(signal.SIGKILL)
-        return await self.wait()
-
-    async def stop(self, grace: float = 10.0) -> int:
-        """Asks the worker to drain and end (SIGTERM); after `grace` seconds SIGKILL."""
-        self.send(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
-                return await self.wait()
-        return await self.kill()
+def _from_here(endpoint: str) -> str:
+    """Where a server that listens on all addresses is dialled on its own machine."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{_WILDCARDS.get(host, host)}:{port}"
 
 
 class LocalCluster:

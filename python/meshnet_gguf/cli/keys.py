@@ -13,12 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from absl import app
-from meshnet.errors import ControlError
 from meshnet.signing import SigningKey, TrustedKeys
 
 from meshnet_gguf.cli import output
-from meshnet_gguf.errors import MeshnetError
-from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
 
@@ -28,15 +25,13 @@ def run(arguments: Sequence[str]) -> int:
     if len(arguments) != 2 or arguments[0] not in ("make", "show"):
         raise app.UsageError(f"expected make FILE or show FILE, got {' '.join(arguments)!r}")
     path = output.given_path(arguments[1])
-    try:
+    with output.control_errors():
         if arguments[0] == "make":
             key = SigningKey.generate()
             key.save(path)
             ids = [key.key_id]
         else:
             ids = sorted(TrustedKeys.load([path]).keys)
-    except ControlError as error:
-        raise MeshnetError(errors_pb2.REASON_CONFIGURATION_INVALID, error.message) from error
     if output.wants_json():
         output.print_json({"key_ids": ids})
     else:

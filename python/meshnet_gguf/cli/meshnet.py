@@ -8,8 +8,9 @@ is on stderr, with --json as {"error": ...} on stdout), 2 for a command line tha
 130 when interrupted.
 
 A command is a module with a docstring that opens with a line on what it does and holds an example,
-its own absl flags, and `run(arguments) -> exit code`, where `arguments` are those that are no
-flags. It may raise MeshnetError and app.UsageError; `output.wants_json()` tells how to answer.
+its own absl flags (and those of the modules in its FLAG_MODULES), and `run(arguments) -> exit
+code`, where `arguments` are those that are no flags. It may raise MeshnetError and app.UsageError;
+`output.wants_json()` tells how to answer.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ COMMANDS = {
         "meshnet_gguf.cli.manifest",
         "say exactly what an artifact is: its files, tokenizer and hashes",
     ),
+    "node": (
+        "meshnet_gguf.cli.node",
+        "serve part of a model: start a worker, watch it, register it",
+    ),
+    "plan": (
+        "meshnet_gguf.cli.plan",
+        "propose which machine takes which layers of a model",
+    ),
     "provision": (
         "meshnet_gguf.cli.provision",
         "fetch an artifact, or what some layers need of it, and check every byte",
@@ -47,6 +56,14 @@ COMMANDS = {
     "recipe": (
         "meshnet_gguf.cli.recipe",
         "show what must be equal for workers to serve together, and where two differ",
+    ),
+    "relay": (
+        "meshnet_gguf.cli.relay",
+        "serve a relay for peers that can only dial out",
+    ),
+    "tracker": (
+        "meshnet_gguf.cli.tracker",
+        "serve a tracker: registrations, routes, the ledger",
     ),
 }
 
@@ -106,7 +123,8 @@ def _overview() -> str:
 
 
 def _usage(name: str, command: ModuleType) -> str:
-    own = flags.FLAGS.get_flags_for_module(command.__name__)
+    modules = (command.__name__, *getattr(command, "FLAG_MODULES", ()))
+    own = [flag for module in modules for flag in flags.FLAGS.get_flags_for_module(module)]
     common = flags.FLAGS.get_flags_for_module(output.__name__)
     lines = []
     for flag in [*own, *common]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
+from meshnet.errors import ControlError
 
 from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["error", "given_path", "print_json", "wants_json"]
+__all__ = ["control_errors", "error", "given_path", "print_json", "wants_json"]
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
@@ -32,6 +36,17 @@ def error(program: str, failure: MeshnetError) -> None:
     sys.stderr.write(f"{program}: {failure}\n")
     if flags.FLAGS.is_parsed() and wants_json():
         print_json({"error": {"reason": failure.reason_name, "message": failure.message}})
+
+
+@contextlib.contextmanager
+def control_errors() -> Iterator[None]:
+    """Makes errors of the control plane the command's own, by name or as CONFIGURATION_INVALID."""
+    try:
+        yield
+    except ControlError as failure:
+        named = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(f"REASON_{failure.reason.name}")
+        reason = errors_pb2.REASON_CONFIGURATION_INVALID if named is None else named.number
+        raise MeshnetError(reason, failure.message) from failure
 
 
 def given_path(name: str) -> pathlib.Path:

@@ -11,7 +11,7 @@ Whatever fails, fails with a MeshnetError that carries one stable reason.
 """
 
 from meshnet_gguf.chat import ChatMessage
-from meshnet_gguf.client._route import Endpoint, Route, check_route, open_route
+from meshnet_gguf.client._route import Endpoint, Route, RouteHop, check_route, open_route
 from meshnet_gguf.client._session import Generation, Session, chat_token_ids
 from meshnet_gguf.client._transport import TlsCredentials, is_loopback
 from meshnet_gguf.client._values import (
@@ -51,6 +51,7 @@ __all__ = [
     "Metrics",
     "PrefillProgress",
     "Route",
+    "RouteHop",
     "SamplingParams",
     "Session",
     "SpecialToken",

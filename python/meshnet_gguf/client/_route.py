@@ -36,6 +36,14 @@ class Endpoint:
         return self.advertised or self.address
 
 
+@dataclass(frozen=True)
+class RouteHop:
+    """A stage of a route: where the other stages reach it, and what it holds."""
+
+    endpoint: str
+    layers: LayerRange
+
+
 def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
     """The order in which workers (endpoint, capability) form a route: indexes by layer.
 
@@ -116,18 +124,19 @@ def _recipe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str
 class Route:
     """Workers that have been checked to form one whole model. Use as an async context manager.
 
-    `workers` and `capabilities` are in layer order; the head is `workers[0]`.
+    `workers` and `capabilities` are in layer order: those of all hops, or of the head alone where
+    somebody else has chosen the hops. Every worker checks its own identity when a session opens.
     """
 
     def __init__(
         self,
         workers: Sequence[WorkerClient],
         capabilities: Sequence[Capability],
-        peer_endpoints: Sequence[str],
+        hops: Sequence[RouteHop],
     ) -> None:
         self.workers = tuple(workers)
         self.capabilities = tuple(capabilities)
-        self._peer_endpoints = tuple(peer_endpoints)
+        self.hops = tuple(hops)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,7 +159,7 @@ class Route:
         return self.workers[0]
 
     async def metrics(self) -> list[Metrics]:
-        """Every stage's metrics, in layer order."""
+        """The metrics of `workers`."""
         return list(await asyncio.gather(*(worker.metrics() for worker in self.workers)))
 
     def to_proto(self, route_session_id: bytes, route_epoch: int) -> shard_pb2.Route:
@@ -163,10 +172,8 @@ class Route:
             artifact_sha256=first.artifact_sha256,
             model_layers=first.model_layers,
             hops=[
-                shard_pb2.Hop(endpoint=endpoint, range=capability.layers.to_proto())
-                for endpoint, capability in zip(
-                    self._peer_endpoints, self.capabilities, strict=True
-                )
+                shard_pb2.Hop(endpoint=hop.endpoint, range=hop.layers.to_proto())
+                for hop in self.hops
             ],
         )
 
@@ -239,5 +246,5 @@ async def open_route(
     return Route(
         [workers[index] for index in order],
         [capabilities[index] for index in order],
-        [where[index].for_peers for index in order],
+        [RouteHop(where[index].for_peers, capabilities[index].layers) for index in order],
     )

@@ -60,6 +60,7 @@ class Session:
     ) -> None:
         self.route_session_id: bytes = open_message.route.route_session_id
         self.route_epoch: int = open_message.route.route_epoch
+        self.work_id: str = open_message.work_id
         self.limits: Limits | None = None
         self.context_tokens = 0
         self.prefill_chunk_tokens = 0

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf import any_pb2
 
-from meshnet_gguf.client import Capability, LayerRange, Limits, Route, WorkerClient
+from meshnet_gguf.client import Capability, LayerRange, Limits, Route, RouteHop, WorkerClient
 from meshnet_gguf.errors import options_of, reason_name
 from proto.meshnet.shard.v1 import boundary_pb2, errors_pb2, sampling_pb2, shard_pb2
 
@@ -184,7 +184,8 @@ async def scripted_route(script: Script) -> AsyncIterator[tuple[Route, Head]]:
     await server.start()
     endpoint = f"127.0.0.1:{port}"
     try:
-        async with Route([WorkerClient(endpoint)], [capability()], [endpoint]) as route:
+        hops = [RouteHop(endpoint, _WHOLE)]
+        async with Route([WorkerClient(endpoint)], [capability()], hops) as route:
             yield route, head
     finally:
         await server.stop(None)

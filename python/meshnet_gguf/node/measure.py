@@ -1,0 +1,155 @@
+"""What a node measures: the lines to its neighbours, and the service that they measure it by."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc.aio
+from meshnet.errors import ControlError, Reason, abort
+from meshnet.transport import TlsFiles, dial
+
+from meshnet_gguf.client import LayerRange
+from meshnet_gguf.registration import PeerMeasurement
+from proto.meshnet.control.v1 import node_pb2, node_pb2_grpc, tracker_pb2
+
+__all__ = [
+    "NODE_LABEL",
+    "NodeService",
+    "machine_memory_bytes",
+    "measure_peer",
+    "measure_peers",
+    "neighbours",
+]
+
+# The label of a registration under which its node can be measured.
+NODE_LABEL: Final = "node_endpoint"
+_MAX_PAYLOAD_BYTES: Final = 4 << 20
+_ROUND_TRIPS: Final = 5
+# A tracker takes no more measurements of one worker.
+_MAX_PEERS: Final = 64
+
+
+def machine_memory_bytes() -> int:
+    """This machine's memory, or a container's share of it."""
+    total = 0
+    for line in pathlib.Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
+    return total
+
+
+class NodeService(node_pb2_grpc.NodeServiceServicer):
+    """Answers other nodes."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+
+    async def Measure(  # noqa: D102, N802 - node.proto describes it
+        self, request: node_pb2.MeasureRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> node_pb2.MeasureResponse:
+        if request.node_id != self._node_id:
+            message = f"expected {request.node_id[:128]} here, this is {self._node_id}"
+            await abort(context, ControlError(Reason.WORKER_UNKNOWN, message))
+        if len(request.payload) > _MAX_PAYLOAD_BYTES:
+            message = f"expected at most {_MAX_PAYLOAD_BYTES} bytes, got {len(request.payload)}"
+            await abort(context, ControlError(Reason.FIELD_OUT_OF_BOUNDS, message))
+        return node_pb2.MeasureResponse(received_bytes=len(request.payload))
+
+
+def neighbours(
+    workers: Sequence[tracker_pb2.WorkerStatus],
+    node_id: str,
+    fingerprint: str,
+    layers: LayerRange,
+    model_layers: int,
+) -> dict[str, str]:
+    """Nodes, with their endpoints, that could be next to these layers on a route.
+
+    That is who ends where they begin, who begins where they end, and at the model's two ends the
+    other end, for the way back.
+    """
+    found: dict[str, str] = {}
+    for worker in workers:
+        registration = worker.registration
+        endpoint = registration.labels.get(NODE_LABEL, "")
+        if registration.node_id == node_id or registration.fingerprint != fingerprint:
+            continue
+        begin, end = registration.span.begin, registration.span.end
+        closes = (layers.begin == 0 and end == model_layers) or (
+            layers.end == model_layers and begin == 0
+        )
+        if endpoint and (end == layers.begin or begin == layers.end or closes):
+            found.setdefault(registration.node_id, endpoint)
+    return dict(sorted(found.items())[:_MAX_PEERS])
+
+
+async def measure_peer(
+    node_id: str,
+    endpoint: str,
+    payload_bytes: int,
+    *,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+    answer_within: float = 5.0,
+) -> PeerMeasurement | None:
+    """The line to one node; None when it does not answer, or somebody else does.
+
+    The round trip is the median of a few; the bandwidth that of one payload, less a round trip.
+    """
+    try:
+        channel = dial(endpoint, tls, insecure=insecure)
+    except ControlError:
+        return None
+    stub: Any = node_pb2_grpc.NodeServiceStub(channel)
+
+    async def once(payload: bytes) -> float:
+        request = node_pb2.MeasureRequest(node_id=node_id, payload=payload)
+        began = time.perf_counter()
+        await stub.Measure(request, timeout=answer_within)
+        return time.perf_counter() - began
+
+    try:
+        await once(b"")  # connects
+        round_trip = statistics.median([await once(b"") for _ in range(_ROUND_TRIPS)])
+        bandwidth = 0
+        if payload_bytes:
+            took = await once(bytes(payload_bytes)) - round_trip
+            bandwidth = int(payload_bytes / max(took, 1e-6))
+    except grpc.aio.AioRpcError:
+        return None
+    finally:
+        await channel.close(None)
+    return PeerMeasurement(node_id, max(1, round(round_trip * 1e6)), bandwidth)
+
+
+async def measure_peers(
+    peers: dict[str, str],
+    payload_bytes: int,
+    *,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+    answer_within: float = 5.0,
+) -> list[PeerMeasurement]:
+    """The lines to several nodes, one after the other: they would slow each other down."""
+    found = []
+    for node_id, endpoint in peers.items():
+        measured = await measure_peer(
+            node_id,
+            endpoint,
+            payload_bytes,
+            tls=tls,
+            insecure=insecure,
+            answer_within=answer_within,
+        )
+        if measured is not None:
+            found.append(measured)
+        await asyncio.sleep(0)
+    return found

@@ -1,0 +1,358 @@
+"""Where routes come from: a tracker that chooses them, or workers that somebody names.
+
+    async with TrackerRouteSource(["127.0.0.1:7100"], "smollm2") as source:
+        async with source.open() as tracked:
+            async with tracked.session() as session:
+                ...
+                await tracked.report(session, Outcome.COMPLETED)
+
+While the inner block runs the tracker counts the session as open, and it is touched before its
+time is over; leaving the block closes it. What the tracker refuses is a ControlError (NO_ROUTE when
+nobody serves the model right now), what a worker refuses a MeshnetError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import secrets
+from collections.abc import AsyncIterator, Collection, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshnet.errors import ControlError, Reason
+from meshnet.tracker_client import TrackerClient
+from meshnet.transport import TlsFiles
+
+from meshnet_gguf.client import (
+    Endpoint,
+    LayerRange,
+    Route,
+    RouteHop,
+    Session,
+    StageReceipt,
+    TlsCredentials,
+    WorkerClient,
+    open_route,
+)
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.control.v1 import tracker_pb2
+from proto.meshnet.shard.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = [
+    "OpenedRoute",
+    "Outcome",
+    "RouteSource",
+    "StaticRouteSource",
+    "TrackedRoute",
+    "TrackerRouteSource",
+    "worker_credentials",
+]
+
+
+class Outcome(enum.Enum):
+    """How a piece of work ended."""
+
+    COMPLETED = tracker_pb2.OUTCOME_COMPLETED
+    CANCELLED = tracker_pb2.OUTCOME_CANCELLED
+    FAILED = tracker_pb2.OUTCOME_FAILED
+
+
+class OpenedRoute(Protocol):
+    """A route as a source gives it."""
+
+    @property
+    def route(self) -> Route:
+        """The workers."""
+
+    def session(self, **options: Any) -> Session:
+        """A session on it, see Route.session; its id and epoch are the route's."""
+
+    async def report(
+        self, session: Session, outcome: Outcome, error: MeshnetError | None = None
+    ) -> None:
+        """Says how a session ended, for the ledger and for who is chosen next."""
+
+
+class RouteSource(Protocol):
+    """Gives a route for each conversation."""
+
+    def open(self) -> contextlib.AbstractAsyncContextManager[OpenedRoute]:
+        """A route for one conversation, closed with the block."""
+
+
+def worker_credentials(tls: TlsFiles | None) -> TlsCredentials | None:
+    """The same certificate, key and authority for dialling workers."""
+    if tls is None:
+        return None
+    certificate, key, authority = tls.read()
+    return TlsCredentials(authority, certificate, key)
+
+
+class StaticRoute:
+    """A route over named workers; nobody keeps a ledger."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def session(self, **options: Any) -> Session:
+        """A session on it."""
+        return self.route.session(**options)
+
+    async def report(
+        self, session: Session, outcome: Outcome, error: MeshnetError | None = None
+    ) -> None:
+        """Nobody is told."""
+
+
+class StaticRouteSource:
+    """The same workers for everyone."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str | Endpoint],
+        *,
+        credentials: TlsCredentials | None = None,
+        allow_insecure: bool = False,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._credentials = credentials
+        self._allow_insecure = allow_insecure
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[StaticRoute]:
+        """Asks the workers what they have. Raises MeshnetError as open_route() does."""
+        async with await open_route(
+            self._endpoints, credentials=self._credentials, allow_insecure=self._allow_insecure
+        ) as route:
+            yield StaticRoute(route)
+
+
+class TrackedRoute:
+    """One epoch of one session of a tracker. Made by TrackerRouteSource.open()."""
+
+    def __init__(
+        self, source: TrackerRouteSource, chosen: tracker_pb2.RouteResponse, route: Route
+    ) -> None:
+        self.chosen = chosen
+        self.route = route
+        self._source = source
+
+    @property
+    def session_id(self) -> str:
+        """The tracker's name for the session: 32 hexadecimal digits, the workers' 16 bytes."""
+        return self.chosen.session_id
+
+    @property
+    def epoch(self) -> int:
+        """The route's epoch."""
+        return self.chosen.epoch
+
+    def session(self, **options: Any) -> Session:
+        """The session on the workers; one at a time for an epoch."""
+        return self.route.session(
+            route_session_id=bytes.fromhex(self.session_id), route_epoch=self.epoch, **options
+        )
+
+    async def report(
+        self, session: Session, outcome: Outcome, error: MeshnetError | None = None
+    ) -> None:
+        """Puts a receipt of every stage into the ledger; to repeat it changes nothing."""
+        await self._source.tracker.report_outcome(
+            tracker_pb2.ReportOutcomeRequest(receipts=self.receipts(session, outcome, error))
+        )
+
+    def receipts(
+        self, session: Session, outcome: Outcome, error: MeshnetError | None = None
+    ) -> list[tracker_pb2.Receipt]:
+        """What report() puts into the ledger.
+
+        A failure is that of the stage that `error` names, the others' work is unverified then.
+        """
+        by_layers = {receipt.layers: receipt for receipt in session.receipts}
+        return [
+            _receipt(self.chosen, hop, outcome, error, by_layers.get(_layers(hop)), session.work_id)
+            for hop in self.chosen.hops
+        ]
+
+    async def reroute(self, failed: Collection[LayerRange]) -> None:
+        """Goes on to the session's next epoch, without the workers of these stages.
+
+        Nothing moves with it: the conversation is read again. Raises ControlError (NO_ROUTE,
+        SESSION_UNKNOWN), MeshnetError.
+        """
+        request = tracker_pb2.RerouteRequest(
+            session_id=self.session_id,
+            epoch=self.epoch,
+            failed_worker_ids=[hop.worker_id for hop in self.chosen.hops if _layers(hop) in failed],
+            seam_bytes=self._source.seam_bytes,
+        )
+        try:
+            chosen = await self._source.tracker.reroute(request)
+        except ControlError as error:
+            if error.reason is not Reason.STALE_EPOCH:
+                raise
+            # Done by a tracker whose answer was lost: the session has its next epoch.
+            chosen = await self._source.select(self.session_id)
+        route = await self._source.dial(chosen)
+        await self.route.close()
+        self.chosen, self.route = chosen, route
+
+
+class TrackerRouteSource:
+    """Asks trackers for routes to one model. Use as an async context manager.
+
+    `fingerprint` restricts it to one recipe; `seam_bytes` is what a step carries over a seam, which
+    decides between close and fast neighbours.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[str],
+        model_id: str,
+        *,
+        fingerprint: str = "",
+        seam_bytes: int = 0,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
+        timeout: float = 5.0,
+    ) -> None:
+        self.tracker = TrackerClient(trackers, tls=tls, insecure=insecure, timeout=timeout)
+        self.model_id = model_id
+        self.fingerprint = fingerprint
+        self.seam_bytes = seam_bytes
+        self._credentials = worker_credentials(tls)
+        self._insecure = insecure
+        self._timeout = timeout
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the connections to the trackers."""
+        await self.tracker.close()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[TrackedRoute]:
+        """A new session's route, the tracker's word checked against the head's own."""
+        session_id = secrets.token_hex(16)
+        chosen = await self.select(session_id)
+        tracked = None
+        keeper = asyncio.create_task(self._keep(session_id, chosen.ttl_ms / 1000))
+        try:
+            tracked = TrackedRoute(self, chosen, await self.dial(chosen))
+            yield tracked
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            if tracked is not None:
+                await tracked.route.close()
+            # An unreachable tracker forgets the session when its time is over.
+            with contextlib.suppress(ControlError):
+                await self.tracker.close_session(
+                    tracker_pb2.CloseSessionRequest(session_id=session_id)
+                )
+
+    async def select(self, session_id: str) -> tracker_pb2.RouteResponse:
+        """The route of a session. Raises ControlError."""
+        return await self.tracker.select_route(
+            tracker_pb2.SelectRouteRequest(
+                session_id=session_id,
+                model_id=self.model_id,
+                fingerprint=self.fingerprint,
+                seam_bytes=self.seam_bytes,
+            )
+        )
+
+    async def dial(self, chosen: tracker_pb2.RouteResponse) -> Route:
+        """A route over the tracker's hops, after asking the head what it is.
+
+        Raises MeshnetError: RECIPE_MISMATCH, RANGE_MISMATCH, PEER_UNREACHABLE, and the like.
+        """
+        hops = [RouteHop(hop.endpoint, _layers(hop)) for hop in chosen.hops]
+        head = WorkerClient(
+            hops[0].endpoint,
+            credentials=self._credentials,
+            allow_insecure=self._insecure,
+            timeout=self._timeout,
+        )
+        try:
+            capability = await head.capability()
+            said = (capability.recipe_fingerprint, capability.layers, capability.model_layers)
+            told = (chosen.fingerprint, hops[0].layers, chosen.model_units)
+            if said[0] != told[0]:
+                raise MeshnetError(
+                    errors_pb2.REASON_RECIPE_MISMATCH,
+                    f"expected recipe {told[0]} at {head.endpoint}, as the tracker says, "
+                    f"got {said[0]}; ask the tracker again",
+                )
+            if said != told:
+                raise MeshnetError(
+                    errors_pb2.REASON_RANGE_MISMATCH,
+                    f"expected layers {told[1]} of {told[2]} at {head.endpoint}, as the tracker "
+                    f"says, got {said[1]} of {said[2]}; ask the tracker again",
+                )
+        except BaseException:
+            await head.close()
+            raise
+        return Route([head], [capability], hops)
+
+    async def _keep(self, session_id: str, ttl: float) -> None:
+        while True:
+            await asyncio.sleep(ttl / 3)
+            # A tracker that is away may come back in time; one that forgot, forgot.
+            with contextlib.suppress(ControlError):
+                await self.tracker.touch_session(
+                    tracker_pb2.TouchSessionRequest(session_id=session_id)
+                )
+
+
+def _layers(hop: tracker_pb2.RouteHop) -> LayerRange:
+    return LayerRange(hop.span.begin, hop.span.end)
+
+
+def _receipt(
+    chosen: tracker_pb2.RouteResponse,
+    hop: tracker_pb2.RouteHop,
+    outcome: Outcome,
+    error: MeshnetError | None,
+    work: StageReceipt | None,
+    work_id: str,
+) -> tracker_pb2.Receipt:
+    layers = _layers(hop)
+    failed_here = False
+    if error is not None:
+        # A line that broke without a stage's name is the client's own, to the head.
+        lost = error.reason in (errors_pb2.REASON_PEER_LOST, errors_pb2.REASON_PEER_UNREACHABLE)
+        at_head = error.stage is None and lost and layers.begin == 0
+        failed_here = at_head or error.stage == (layers.begin, layers.end)
+    verdict = outcome.value
+    if outcome is Outcome.FAILED and not failed_here:
+        verdict = tracker_pb2.OUTCOME_UNVERIFIED
+    receipt = tracker_pb2.Receipt(
+        session_id=chosen.session_id,
+        epoch=chosen.epoch,
+        work_id=work_id,
+        worker_id=hop.worker_id,
+        node_id=hop.node_id,
+        span=hop.span,
+        outcome=verdict,
+        reason=error.reason_name if error is not None else "",
+    )
+    if work is not None:
+        receipt.input_steps = work.prefill_tokens
+        receipt.output_steps = work.decode_tokens
+        receipt.busy_us = work.engine_us
+        receipt.bytes_received = work.bytes_received
+        receipt.bytes_sent = work.bytes_sent
+    return receipt
