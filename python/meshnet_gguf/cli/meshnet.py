@@ -61,6 +61,10 @@ COMMANDS = {
         "meshnet_gguf.cli.relay",
         "serve a relay for peers that can only dial out",
     ),
+    "serve": (
+        "meshnet_gguf.cli.serve",
+        "serve a model to OpenAI clients from this machine",
+    ),
     "tracker": (
         "meshnet_gguf.cli.tracker",
         "serve a tracker: registrations, routes, the ledger",

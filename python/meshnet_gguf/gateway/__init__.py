@@ -1,0 +1,35 @@
+"""The gateway: OpenAI's HTTP API over routes of shard workers.
+
+source = KeptRouteSource(["127.0.0.1:7001", "127.0.0.1:7002"])
+async with TemplateRenderer() as renderer:
+    serving = Serving([ServedModel("smollm2", source)], Admission(max_active=8), renderer)
+    with Listener("127.0.0.1:8080") as listener:
+        async with GatewayServer(make_app(serving), listener) as server:
+            await server.wait()
+"""
+
+from meshnet_gguf.gateway._serving import Serving
+from meshnet_gguf.gateway.admission import Admission, KeyLimits
+from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
+from meshnet_gguf.gateway.app import GatewayOptions, make_app
+from meshnet_gguf.gateway.routes import KeptRouteSource, OpenedRoute, RouteSource, ServedModel
+from meshnet_gguf.gateway.server import GatewayServer, Listener, ServerTls
+from meshnet_gguf.gateway.template_process import TemplateRenderer
+
+__all__ = [
+    "Admission",
+    "ApiKey",
+    "ApiKeys",
+    "GatewayOptions",
+    "GatewayServer",
+    "KeptRouteSource",
+    "KeyLimits",
+    "Listener",
+    "OpenedRoute",
+    "RouteSource",
+    "ServedModel",
+    "ServerTls",
+    "Serving",
+    "TemplateRenderer",
+    "make_app",
+]

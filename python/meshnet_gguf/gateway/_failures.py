@@ -1,0 +1,87 @@
+"""Failures as HTTP tells them: OpenAI's error form, with our stable reason as `code`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["RequestError", "error_body", "headers_of", "http_status"]
+
+_STATUS_OF_CODES = {
+    1: 499,  # CANCELLED: the client has gone
+    3: 400,
+    4: 504,
+    5: 404,
+    8: 429,
+    10: 503,
+    13: 500,
+    14: 503,
+    16: 401,
+}
+# FAILED_PRECONDITION is the caller's to mend for these reasons; for all others the mesh's.
+_OF_THE_REQUEST = frozenset(
+    {
+        errors_pb2.REASON_CONTEXT_EXCEEDED,
+        errors_pb2.REASON_FEATURE_UNSUPPORTED,
+        errors_pb2.REASON_LIFECYCLE_VIOLATION,
+    }
+)
+_STATUS_OF_REASONS: dict[int, int] = {errors_pb2.REASON_FRAME_TOO_LARGE: 413}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class RequestError(MeshnetError):
+    """A refusal that names the field of the request, such as `messages.0.role`."""
+
+    def __init__(self, reason: int, message: str, param: str | None = None) -> None:
+        super().__init__(reason, message)
+        self.param = param
+
+
+def http_status(error: MeshnetError) -> int:
+    """The HTTP status for an error."""
+    special = _STATUS_OF_REASONS.get(error.reason)
+    if special is not None:
+        return special
+    if error.grpc_code == 9:
+        return 400 if error.reason in _OF_THE_REQUEST else 503
+    return _STATUS_OF_CODES.get(error.grpc_code, 500)
+
+
+def error_body(error: MeshnetError) -> dict[str, Any]:
+    """The body in OpenAI's form."""
+    status = http_status(error)
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    where = f" (stage [{error.stage[0]}, {error.stage[1]}))" if error.stage else ""
+    return {
+        "error": {
+            "message": error.message + where,
+            "type": kind,
+            "param": error.param if isinstance(error, RequestError) else None,
+            "code": error.reason_name,
+        }
+    }
+
+
+def headers_of(error: MeshnetError) -> dict[str, str]:
+    """When to come again, for errors that say so, and whether the connection may be used again."""
+    if http_status(error) == 413:
+        # What is left of the body is never read.
+        return {"connection": "close"}
+    if http_status(error) not in (429, 503):
+        return {}
+    wait = error.retry_after_ms or 1000
+    return {"retry-after": str(math.ceil(wait / 1000)), "retry-after-ms": str(wait)}
+
+
+def error_event(error: MeshnetError) -> bytes:
+    """The last event of a stream that failed after it had begun."""
+    return b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"

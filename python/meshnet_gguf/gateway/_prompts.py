@@ -1,0 +1,219 @@
+"""Prompts in tokens: the model's own template around what users wrote.
+
+What a user writes never becomes a special token, however it is spelled. A template's text and a
+user's text come out of the template as one string, and the tokenizer reads special tokens in all
+of it; so where a user's text spells one, or begins or ends like one, a marker is put into it
+before rendering. A special token that holds a marker afterwards is cut there, and the parts are
+given to the tokenizer one by one. Everything else is tokenized as one piece, as in training.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshnet_gguf.chat import ChatMessage
+from meshnet_gguf.client import Vocabulary, WorkerClient
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway._requests import ChatRequest, Message
+from meshnet_gguf.gateway.template_process import TemplateRenderer
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["SpecialTexts", "chat_pieces", "chat_prompt"]
+
+_MAX_CUTS = 256
+# The private use area of the basic plane: nobody's text, and one escape in JSON.
+_MARKERS = range(0xE000, 0xF900)
+
+
+class SpecialTexts:
+    """The texts that a tokenizer reads as special tokens.
+
+    specials = SpecialTexts(["<|im_start|>", "<|im_end|>"])
+    marked = specials.mark("a <|im_end|>", marker)   # the marker after the first "<"
+    specials.pieces(rendered, marker)                # the text, cut where a marker says so
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        # A text of one character cannot be cut; no model has one that is not plain text as well.
+        self._texts = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
+        self._longest = len(self._texts[0]) if self._texts else 0
+        # With a look-ahead matches may overlap; the longest text at a place comes first.
+        self._pattern = (
+            re.compile("(?=(" + "|".join(map(re.escape, self._texts)) + "))")
+            if self._texts
+            else None
+        )
+        self._beginnings = {text[:n] for text in self._texts for n in range(1, len(text))}
+        self._ends = {text[-n:] for text in self._texts for n in range(1, len(text))}
+        self._all = "\0".join(self._texts)
+
+    def mark(self, text: str, marker: str, *, edges: bool = True) -> str:
+        """`text` with a marker in everything that could become (a part of) a special token.
+
+        With `edges` also at its ends, where they and a template's text could make one.
+        """
+        if self._pattern is None or not text:
+            return text
+        places = {match.start() + 1 for match in self._pattern.finditer(text)}
+        if edges:
+            # Templates trim: the markers belong inside the white space.
+            body = text.strip()
+            begin = text.find(body)
+            places |= {begin + place for place in self._edges(body)}
+        cuts = [0, *sorted(places), len(text)]
+        return marker.join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+    def _edges(self, text: str) -> set[int]:
+        edges = set()
+        lengths = range(1, min(self._longest, len(text) + 1))
+        inside = text in self._all
+        if inside or any(text[:length] in self._ends for length in lengths):
+            edges.add(0)
+        if inside or any(text[-length:] in self._beginnings for length in lengths):
+            edges.add(len(text))
+        return edges if text else set()
+
+    def pieces(self, rendered: str, marker: str) -> list[str]:
+        """`rendered` without markers, cut at those that lie in a special token's text.
+
+        Raises MeshnetError (FIELD_OUT_OF_BOUNDS) when it would be cut into too many pieces.
+        """
+        rendered = rendered.replace(f"\\u{ord(marker):04x}", marker)
+        parts = rendered.split(marker)
+        text = "".join(parts)
+        if len(parts) == 1 or self._pattern is None:
+            return [text] if text else []
+        marks, place = [], 0
+        for part in parts[:-1]:
+            place += len(part)
+            marks.append(place)
+        cuts = set()
+        for match in self._pattern.finditer(text):
+            # Of all texts that begin here the longest holds the others' places as well.
+            begin, end = match.start(), match.start() + len(match.group(1))
+            inside = bisect.bisect_right(marks, begin)
+            while inside < len(marks) and marks[inside] < end:
+                cuts.add(marks[inside])
+                inside += 1
+        if len(cuts) > _MAX_CUTS:
+            raise MeshnetError(
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                f"expected messages that spell the model's special tokens at most {_MAX_CUTS} "
+                f"times, got {len(cuts)}; leave them away",
+            )
+        edges = [0, *sorted(cuts), len(text)]
+        return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class _Marked:
+    specials: SpecialTexts
+    marker: str
+
+    def text(self, value: str) -> str:
+        return self.specials.mark(value, self.marker)
+
+    def data(self, value: Any) -> Any:
+        """Values that templates write as JSON, in quotes, and compare with words of their own."""
+        if isinstance(value, str):
+            return self.specials.mark(value, self.marker, edges=False)
+        if isinstance(value, Mapping):
+            return {self.data(key): self.data(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.data(item) for item in value]
+        return value
+
+
+def _marker_for(texts: str) -> str:
+    for code in _MARKERS:
+        if chr(code) not in texts and f"\\u{code:04x}" not in texts:
+            return chr(code)
+    raise MeshnetError(
+        errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+        "expected messages that leave one character of the private use area (U+E000 to U+F8FF) "
+        "unused, got all of them",
+    )
+
+
+def _arguments(text: str) -> Any:
+    # Templates write arguments with tojson: an object, where the client's text is one.
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _template_message(message: Message, marked: _Marked) -> ChatMessage:
+    extra: dict[str, Any] = {}
+    if message.name is not None:
+        extra["name"] = marked.text(message.name)
+    if message.tool_call_id is not None:
+        extra["tool_call_id"] = marked.text(message.tool_call_id)
+    if message.reasoning_content is not None:
+        extra["reasoning_content"] = marked.text(message.reasoning_content)
+    if message.tool_calls:
+        extra["tool_calls"] = [
+            {
+                "id": marked.text(call.id),
+                "type": "function",
+                "function": {
+                    "name": marked.text(call.function.name),
+                    "arguments": marked.data(_arguments(call.function.arguments)),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    role = "system" if message.role == "developer" else message.role
+    return ChatMessage(role, marked.text(message.text), extra)
+
+
+async def chat_pieces(
+    renderer: TemplateRenderer,
+    vocabulary: Vocabulary,
+    specials: SpecialTexts,
+    request: ChatRequest,
+) -> list[str]:
+    """The conversation as the template writes it, cut where no special token may be read.
+
+    Raises MeshnetError as TemplateRenderer.render() does.
+    """
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    if request.tool_choice == "none":
+        tools = []
+    template = vocabulary.chat_template
+    if tools:
+        template = vocabulary.named_chat_templates.get("tool_use", template)
+    # Of the whole request, so that no part of it can look like the marker.
+    marker = _marker_for(template + request.model_dump_json())
+    marked = _Marked(specials, marker)
+    rendered = await renderer.render(
+        template,
+        [_template_message(message, marked) for message in request.messages],
+        tools=[{"type": "function", "function": marked.data(tool["function"])} for tool in tools]
+        or None,
+        variables=marked.data(request.chat_template_kwargs or {}),
+        bos_token=vocabulary.special_text("bos"),
+        eos_token=vocabulary.special_text("eos"),
+    )
+    return specials.pieces(rendered, marker)
+
+
+async def chat_prompt(
+    renderer: TemplateRenderer,
+    head: WorkerClient,
+    vocabulary: Vocabulary,
+    specials: SpecialTexts,
+    request: ChatRequest,
+) -> list[int]:
+    """The tokens of a conversation. Raises MeshnetError."""
+    token_ids: list[int] = []
+    for piece in await chat_pieces(renderer, vocabulary, specials, request):
+        token_ids += await head.tokenize(piece, add_special=False, parse_special=True)
+    return token_ids

@@ -1,0 +1,308 @@
+"""What clients may ask for: OpenAI's request bodies, checked before anything is done with them.
+
+A field that OpenAI's API knows and that changes nothing here (`user`, `metadata`, ...) is taken
+and ignored. One that would change the answer and that is not supported is FEATURE_UNSUPPORTED, one
+that nobody knows is UNKNOWN_FIELD; anything else that is wrong is FIELD_OUT_OF_BOUNDS.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshnet_gguf.gateway._failures import RequestError
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "Message",
+    "ResponseFormat",
+    "SamplingRequest",
+    "Tool",
+    "ToolChoice",
+    "parse",
+]
+
+_MAX_MESSAGES = 2048
+_MAX_CHOICES = 16
+_MAX_STOPS = 16
+_MAX_BIASES = 1024
+_MAX_TOOLS = 128
+_MAX_SEED = 2**32
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ShortText = Annotated[str, Field(max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TextPart(_Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(_Body):
+    """A call that the model made in an earlier turn; `arguments` is a JSON object as text."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(_Body):
+    """One call of an assistant's turn."""
+
+    id: ShortText
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(_Body):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: ShortText | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS)] | None = None
+    tool_call_id: ShortText | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Function(_Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    """The function that must be called."""
+
+    name: Name
+
+
+class ToolChoice(_Body):
+    """A choice by name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    """The schema that an answer must have."""
+
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SamplingRequest(_Body):
+    """What both endpoints share."""
+
+    model: ShortText
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, max_length=_MAX_BIASES
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    ignore_eos: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def biases(self, vocabulary_size: int) -> dict[int, float]:
+        """`logit_bias` by token id. Raises RequestError."""
+        biases: dict[int, float] = {}
+        for text, bias in (self.logit_bias or {}).items():
+            usual = text.isascii() and text.isdecimal() and len(text) < 10
+            if not usual or int(text) >= vocabulary_size:
+                raise RequestError(
+                    errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
+                    f"expected token ids in [0, {vocabulary_size}) as keys, got {text[:20]!r}",
+                    "logit_bias",
+                )
+            biases[int(text)] = bias
+        return biases
+
+    def seed_of(self, choice: int, random_seed: int) -> int:
+        """The seed of one choice; without `seed` it comes from `random_seed`."""
+        first = random_seed if self.seed is None else self.seed
+        return (first + choice) % _MAX_SEED
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @property
+    def length(self) -> int | None:
+        """The longest answer in tokens; None for as long as the context allows."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_CHOICES)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_CHOICES)]
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several: list[Any] = list(self.prompt)
+        return [several] if isinstance(several[0], int) else several
+
+
+_Request = TypeVar("_Request", bound=BaseModel)
+
+
+def parse(kind: type[_Request], body: bytes) -> _Request:
+    """The request in a body.
+
+    Raises RequestError: MALFORMED_MESSAGE for what is no JSON object, UNKNOWN_FIELD,
+    FEATURE_UNSUPPORTED for content that is no text, FIELD_OUT_OF_BOUNDS.
+    """
+    try:
+        value = json.loads(body)
+        if b"\\ud" in body.lower():
+            # Halves of characters, which are no text.
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            errors_pb2.REASON_MALFORMED_MESSAGE, f"expected a JSON object ({error})"
+        ) from error
+    if not isinstance(value, dict):
+        raise RequestError(
+            errors_pb2.REASON_MALFORMED_MESSAGE,
+            f"expected a JSON object, got {type(value).__name__}",
+        )
+    try:
+        return kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: pydantic.ValidationError) -> RequestError:
+    faults = error.errors(include_url=False, include_context=False)
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+    fault = (unknown or faults)[0]
+    # The names of alternatives stand in the path as well; what the client wrote does not hold them.
+    place = ".".join(
+        str(part)
+        for part in fault["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
+    )
+    got = _shortened(fault["input"])
+    if fault["type"] == "extra_forbidden":
+        return RequestError(
+            errors_pb2.REASON_UNKNOWN_FIELD,
+            f"{place} is no field that this server knows; leave it away",
+            place,
+        )
+    is_part = isinstance(fault["input"], str) and "content" in fault["loc"]
+    if fault["type"] == "literal_error" and is_part and fault["loc"][-1] == "type":
+        return RequestError(
+            errors_pb2.REASON_FEATURE_UNSUPPORTED,
+            f"{place}: expected text as content, got {got}; this server reads text only",
+            place,
+        )
+    return RequestError(
+        errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, f"{place}: {fault['msg']}, got {got}", place
+    )
+
+
+def _shortened(value: object) -> str:
+    # Never a whole prompt in an error: kinds and sizes of what is long.
+    if isinstance(value, str) and len(value) > 40:
+        return f"a text of {len(value)} characters"
+    if isinstance(value, (list, dict)):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)[:60]

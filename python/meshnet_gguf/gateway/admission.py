@@ -1,0 +1,153 @@
+"""Who may be served now, who waits, and who is told to come again.
+
+    admission = Admission(max_active=8, max_queued=64, queue_seconds=30)
+    async with admission.enter(owner="key-1", choices=2, limits=KeyLimits(max_active=4)):
+        ...
+
+Slots are those of the workers: a choice of a request takes one session on every stage. Requests
+wait in one line, first come first served, and one that needs several slots is not overtaken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway._failures import RequestError
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["Admission", "KeyLimits"]
+
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may take: slots at once, and requests in any minute. 0 = no limit."""
+
+    max_active: int = 0
+    requests_per_minute: int = 0
+
+
+class _Waiter:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.admitted = asyncio.Event()
+
+
+class Admission:
+    """Slots, a bounded line for them, and limits of keys. `clock` is in seconds."""
+
+    def __init__(
+        self,
+        *,
+        max_active: int,
+        max_queued: int = 64,
+        queue_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_active = max_active
+        self.max_queued = max_queued
+        self.queue_seconds = queue_seconds
+        self.active = 0
+        self._clock = clock
+        self._line: collections.deque[_Waiter] = collections.deque()
+        self._active_of: collections.Counter[str] = collections.Counter()
+        self._requests_of: dict[str, collections.deque[float]] = {}
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._line)
+
+    @contextlib.asynccontextmanager
+    async def enter(
+        self, *, owner: str, choices: int = 1, limits: KeyLimits | None = None
+    ) -> AsyncIterator[None]:
+        """Holds `choices` slots while the block runs.
+
+        Raises MeshnetError: FIELD_OUT_OF_BOUNDS for more choices than there are slots at all,
+        RATE_LIMITED, QUEUE_FULL when the line is full or did not move in time.
+        """
+        self._check_key(owner, choices, limits or KeyLimits())
+        if choices > self.max_active:
+            raise RequestError(
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                f"expected at most {self.max_active} choices, which is what the mesh serves at "
+                f"once, got {choices}",
+                "n",
+            )
+        self._active_of[owner] += choices
+        try:
+            await self._take(choices)
+            try:
+                yield
+            finally:
+                self.active -= choices
+                self._admit()
+        finally:
+            self._active_of[owner] -= choices
+            if not self._active_of[owner]:
+                del self._active_of[owner]
+
+    def _check_key(self, owner: str, choices: int, limits: KeyLimits) -> None:
+        if limits.max_active and self._active_of[owner] + choices > limits.max_active:
+            raise MeshnetError(
+                errors_pb2.REASON_RATE_LIMITED,
+                f"expected at most {limits.max_active} answers at once with this key, got "
+                f"{choices} beside {self._active_of[owner]}; wait until one is done",
+                retry_after_ms=1000,
+            )
+        if not limits.requests_per_minute:
+            return
+        now = self._clock()
+        recent = self._requests_of.setdefault(owner, collections.deque())
+        while recent and recent[0] <= now - _MINUTE:
+            recent.popleft()
+        if len(recent) >= limits.requests_per_minute:
+            raise MeshnetError(
+                errors_pb2.REASON_RATE_LIMITED,
+                f"expected at most {limits.requests_per_minute} requests a minute with this key, "
+                "got one more; come again later",
+                retry_after_ms=max(1, round(1000 * (recent[0] + _MINUTE - now))),
+            )
+        recent.append(now)
+
+    async def _take(self, slots: int) -> None:
+        if not self._line and self.active + slots <= self.max_active:
+            self.active += slots
+            return
+        if len(self._line) >= self.max_queued:
+            raise self._full(f"{len(self._line)} requests wait already")
+        waiter = _Waiter(slots)
+        self._line.append(waiter)
+        try:
+            async with asyncio.timeout(self.queue_seconds):
+                await waiter.admitted.wait()
+        except BaseException as error:
+            if waiter.admitted.is_set():
+                self.active -= slots
+            else:
+                self._line.remove(waiter)
+            self._admit()
+            if isinstance(error, TimeoutError):
+                raise self._full(f"none became free within {self.queue_seconds:g} s") from error
+            raise
+
+    def _admit(self) -> None:
+        while self._line and self.active + self._line[0].slots <= self.max_active:
+            waiter = self._line.popleft()
+            self.active += waiter.slots
+            waiter.admitted.set()
+
+    def _full(self, why: str) -> MeshnetError:
+        return MeshnetError(
+            errors_pb2.REASON_QUEUE_FULL,
+            f"expected one of {self.max_active} slots, {why}; come again later",
+            retry_after_ms=1000,
+        )

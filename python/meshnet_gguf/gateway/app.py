@@ -1,0 +1,418 @@
+"""The gateway as an ASGI application: OpenAI's endpoints over routes of shard workers.
+
+    app = make_app(Serving([ServedModel("smollm2", source)], admission, renderer))
+
+GET /v1/models, POST /v1/chat/completions, POST /v1/completions; GET /healthz (this process lives),
+/readyz (every model has a complete route), /metrics (Prometheus). Logs say what was asked for in
+numbers, never in words, unless `log_prompts` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as HttpRoute
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
+
+from meshnet_gguf.client import WorkerState
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway._answers import DONE
+from meshnet_gguf.gateway._failures import (
+    RequestError,
+    error_body,
+    error_event,
+    headers_of,
+    http_status,
+)
+from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, parse
+from meshnet_gguf.gateway._serving import Answering, Serving
+from meshnet_gguf.gateway.admission import KeyLimits
+from meshnet_gguf.gateway.api_keys import ApiKeys
+from meshnet_gguf.gateway.metrics import GatewayMetrics
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["GatewayOptions", "make_app"]
+
+_LOG = logging.getLogger("meshnet.gateway")
+_READY_SECONDS = 2.0
+_HTTP_REASONS = {
+    404: errors_pb2.REASON_NOT_SERVED,
+    405: errors_pb2.REASON_NOT_SERVED,
+}
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """What bounds a request, and who may ask. Without `keys` everybody may."""
+
+    max_request_bytes: int = 8 * 1024 * 1024
+    body_seconds: float = 30.0
+    log_prompts: bool = False
+    keys: ApiKeys | None = None
+
+
+class _ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass
+class _Record:
+    """What the log says of a request."""
+
+    request_id: str
+    endpoint: str
+    owner: str = ""
+    model: str = ""
+    status: int = 0
+    reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_text_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, record: _Record) -> None:
+        self.headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        self.record = record
+        self.started = time.monotonic()
+        self._receive = receive
+        self._send = send
+        self.streaming = False
+        self.answered = False
+
+    async def body(self, limit: int, within: float) -> bytes:
+        """The request's body. Raises MeshnetError, _ClientGoneError."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(within):
+                more = True
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGoneError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if size > limit:
+                        raise RequestError(
+                            errors_pb2.REASON_FRAME_TOO_LARGE,
+                            f"expected a body of at most {limit} bytes, got more",
+                        )
+        except TimeoutError as error:
+            raise RequestError(
+                errors_pb2.REASON_DEADLINE_EXCEEDED,
+                f"expected the whole body within {within:g} s, got {size} bytes",
+            ) from error
+        self.started = time.monotonic()
+        return b"".join(parts)
+
+    async def while_client_listens(self, work: Awaitable[None]) -> None:
+        """Runs `work` and cancels it when the client goes away: _ClientGoneError then.
+
+        Once the answer has gone out whole, what is left of `work` is done in any case.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.create_task(self._gone())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and not self.answered:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise _ClientGoneError
+            await task
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        message: AsgiMessage = {}
+        while message.get("type") != "http.disconnect":
+            message = await self._receive()
+
+    async def answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        """A whole answer in JSON."""
+        self.record.status = status
+        body = json.dumps(value).encode()
+        await self._start(
+            status,
+            {
+                **(headers or {}),
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+            },
+        )
+        self.answered = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start_stream(self) -> None:
+        """The headers of a stream of events."""
+        self.record.status = 200
+        self.streaming = True
+        # Proxies that collect answers before they pass them on would undo the streaming.
+        await self._start(
+            200,
+            {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",
+            },
+        )
+
+    async def event(self, event: bytes, *, more: bool = True) -> None:
+        """One event, or several."""
+        self.answered = not more
+        await self._send({"type": "http.response.body", "body": event, "more_body": more})
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        pairs = {**headers, "x-request-id": self.record.request_id}
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(name.encode(), value.encode()) for name, value in pairs.items()],
+            }
+        )
+
+
+_Handler = Callable[["_Gateway", _Exchange], Awaitable[None]]
+
+
+class _Endpoint:
+    """An endpoint as ASGI: errors become answers, and every request a line in the log."""
+
+    def __init__(self, gateway: _Gateway, name: str, handler: _Handler) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = _Record(f"req_{uuid.uuid4().hex}", self._name)
+        exchange = _Exchange(scope, receive, send, record)
+        try:
+            try:
+                await self._handler(self._gateway, exchange)
+            except MeshnetError as error:
+                await self._failed(exchange, error)
+        except _ClientGoneError:
+            record.status, record.reason = 499, "CANCELLED"
+            self._gateway.metrics.clients_gone.inc()
+        except Exception as error:
+            _LOG.exception("request %s failed", record.request_id)
+            with contextlib.suppress(Exception):
+                await self._failed(exchange, _own_fault(error))
+        finally:
+            self._gateway.finished(exchange)
+
+    async def _failed(self, exchange: _Exchange, error: MeshnetError) -> None:
+        exchange.record.reason = error.reason_name
+        self._gateway.metrics.refusals.labels(error.reason_name).inc()
+        if not exchange.record.status:
+            await exchange.answer(http_status(error), error_body(error), headers_of(error))
+        elif not exchange.answered:
+            await exchange.event(error_event(error), more=False)
+        else:
+            # The answer had gone out whole; what failed came after it.
+            _LOG.warning("after request %s: %s", exchange.record.request_id, error)
+
+
+def _own_fault(error: Exception) -> MeshnetError:
+    return MeshnetError(
+        errors_pb2.REASON_ENGINE_FAILURE,
+        f"the gateway failed ({type(error).__name__}); its log says more",
+    )
+
+
+class _Gateway:
+    def __init__(self, serving: Serving, options: GatewayOptions) -> None:
+        self.serving = serving
+        self.options = options
+        self.metrics = GatewayMetrics(serving.admission)
+
+    async def models(self, exchange: _Exchange) -> None:
+        self._authorise(exchange)
+        await exchange.answer(
+            200, {"object": "list", "data": [_model(m) for m in self.serving.models.values()]}
+        )
+
+    async def chat(self, exchange: _Exchange) -> None:
+        await self._complete(exchange, ChatRequest)
+
+    async def completions(self, exchange: _Exchange) -> None:
+        await self._complete(exchange, CompletionRequest)
+
+    async def _complete(
+        self, exchange: _Exchange, kind: type[ChatRequest | CompletionRequest]
+    ) -> None:
+        limits = self._authorise(exchange)
+        media = exchange.headers.get("content-type", b"").split(b";")[0].strip().lower()
+        if media != b"application/json":
+            # A browser asks before it sends this type across origins, and gets no leave.
+            raise RequestError(
+                errors_pb2.REASON_MALFORMED_MESSAGE,
+                f"expected content-type application/json, got {media.decode('latin-1')!r}",
+            )
+        body = await exchange.body(self.options.max_request_bytes, self.options.body_seconds)
+        request = parse(kind, body)
+        exchange.record.model = request.model
+        if self.options.log_prompts:
+            _LOG.info(
+                "prompt of %s: %s", exchange.record.request_id, body.decode("utf-8", "replace")
+            )
+
+        async def work() -> None:
+            async with self.serving.open(
+                request, owner=exchange.record.owner, limits=limits
+            ) as answering:
+                try:
+                    if request.stream:
+                        await self._stream(exchange, answering)
+                    else:
+                        await self._whole(exchange, answering)
+                finally:
+                    self._count(exchange, answering)
+
+        await exchange.while_client_listens(work())
+
+    async def _stream(self, exchange: _Exchange, answering: Answering) -> None:
+        async with contextlib.aclosing(answering.events()) as events:
+            async for event in events:
+                if not exchange.streaming:
+                    await exchange.start_stream()
+                if event:
+                    await exchange.event(event)
+                    if not exchange.record.first_text_ms and answering.shown:
+                        self._first_text(exchange)
+        # The end is sent before the sessions are closed: nobody waits for that.
+        await exchange.event(answering.form.usage_event(answering.usage()) + DONE, more=False)
+
+    async def _whole(self, exchange: _Exchange, answering: Answering) -> None:
+        async with contextlib.aclosing(answering.events()) as events:
+            async for _ in events:
+                if not exchange.record.first_text_ms and answering.shown:
+                    self._first_text(exchange)
+        await exchange.answer(200, answering.form.whole(answering.answers, answering.usage()))
+
+    def _first_text(self, exchange: _Exchange) -> None:
+        seconds = time.monotonic() - exchange.started
+        exchange.record.first_text_ms = round(1000 * seconds, 3)
+        self.metrics.first_token.observe(seconds)
+
+    def _count(self, exchange: _Exchange, answering: Answering) -> None:
+        usage = answering.usage()
+        exchange.record.prompt_tokens = usage.prompt_tokens
+        exchange.record.completion_tokens = usage.completion_tokens
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self.metrics.completion_tokens.inc(usage.completion_tokens)
+
+    def _authorise(self, exchange: _Exchange) -> KeyLimits | None:
+        if self.options.keys is None:
+            return None
+        scheme, _, secret = exchange.headers.get("authorization", b"").partition(b" ")
+        key = self.options.keys.find(secret.strip().decode("utf-8", "replace"))
+        if scheme.lower() != b"bearer" or key is None:
+            raise MeshnetError(
+                errors_pb2.REASON_UNAUTHENTICATED,
+                "expected an API key of this gateway in the header Authorization: Bearer KEY",
+            )
+        exchange.record.owner = key.name
+        return key.limits
+
+    def finished(self, exchange: _Exchange) -> None:
+        """Counts and logs a request."""
+        record = exchange.record
+        seconds = time.monotonic() - exchange.started
+        record.total_ms = round(1000 * seconds, 3)
+        self.metrics.requests.labels(record.endpoint, str(record.status)).inc()
+        if record.model:
+            self.metrics.duration.observe(seconds)
+        _LOG.info("request %s", json.dumps(dataclasses.asdict(record)))
+
+    async def ready(self, _: Request) -> Response:
+        """Whether every model has a complete route whose workers are ready."""
+        found = await asyncio.gather(
+            *(self._why_not_ready(name) for name in self.serving.models), return_exceptions=True
+        )
+        reasons = {
+            name: str(why)
+            for name, why in zip(self.serving.models, found, strict=True)
+            if why is not None
+        }
+        return JSONResponse(
+            {
+                "ready": not reasons,
+                "models": {n: reasons.get(n, "ready") for n in self.serving.models},
+            },
+            status_code=503 if reasons else 200,
+        )
+
+    async def _why_not_ready(self, name: str) -> str | None:
+        async with (
+            asyncio.timeout(_READY_SECONDS),
+            self.serving.models[name].source.open() as opened,
+        ):
+            for worker in opened.route.workers:
+                health = await worker.health()
+                if health.state is not WorkerState.READY:
+                    return f"{worker.endpoint} is {health.state.name}"
+        return None
+
+
+def _model(model: Any) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "meshnet"}
+
+
+async def _alive(_: Request) -> Response:
+    return JSONResponse({"alive": True})
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    reason = _HTTP_REASONS.get(status, errors_pb2.REASON_ENGINE_FAILURE)
+    refusal = RequestError(
+        reason, f"expected a path and method of OpenAI's API that is served here (HTTP {status})"
+    )
+    return JSONResponse(error_body(refusal), status_code=status)
+
+
+def make_app(serving: Serving, options: GatewayOptions | None = None) -> Starlette:
+    """The application."""
+    gateway = _Gateway(serving, options or GatewayOptions())
+
+    async def metrics(_: Request) -> Response:
+        return Response(
+            gateway.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    def endpoint(path: str, method: str, handler: _Handler) -> HttpRoute:
+        return HttpRoute(path, _Endpoint(gateway, path, handler), methods=[method])
+
+    return Starlette(
+        routes=[
+            endpoint("/v1/models", "GET", _Gateway.models),
+            endpoint("/v1/chat/completions", "POST", _Gateway.chat),
+            endpoint("/v1/completions", "POST", _Gateway.completions),
+            HttpRoute("/healthz", _alive),
+            HttpRoute("/readyz", gateway.ready),
+            HttpRoute("/metrics", metrics),
+        ],
+        exception_handlers={404: _http_error, 405: _http_error},
+    )

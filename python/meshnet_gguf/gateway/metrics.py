@@ -1,0 +1,74 @@
+"""What the gateway counts, for Prometheus and the status page."""
+
+from __future__ import annotations
+
+import prometheus_client as prometheus
+
+from meshnet_gguf.gateway.admission import Admission
+
+__all__ = ["GatewayMetrics"]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class GatewayMetrics:
+    """Counters of one gateway, in a registry of their own."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        self.requests = prometheus.Counter(
+            "meshnet_gateway_requests",
+            "Requests by endpoint and HTTP status.",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self.refusals = prometheus.Counter(
+            "meshnet_gateway_refusals",
+            "Requests refused or failed, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = prometheus.Counter(
+            "meshnet_gateway_prompt_tokens", "Tokens of prompts.", registry=self.registry
+        )
+        self.completion_tokens = prometheus.Counter(
+            "meshnet_gateway_completion_tokens", "Tokens of answers.", registry=self.registry
+        )
+        self.first_token = prometheus.Histogram(
+            "meshnet_gateway_time_to_first_token_seconds",
+            "From a request's last byte to its answer's first text.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.duration = prometheus.Histogram(
+            "meshnet_gateway_request_seconds",
+            "From a request's last byte to the end of its answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.clients_gone = prometheus.Counter(
+            "meshnet_gateway_clients_gone",
+            "Answers that were given up because the client had gone.",
+            registry=self.registry,
+        )
+        for name, what, value in (
+            ("active_slots", "Answers under way.", lambda: admission.active),
+            ("queued_requests", "Requests that wait for a slot.", lambda: admission.queued),
+            ("slots", "Answers that may be under way at once.", lambda: admission.max_active),
+        ):
+            prometheus.Gauge(f"meshnet_gateway_{name}", what, registry=self.registry).set_function(
+                value
+            )
+
+    def exposition(self) -> bytes:
+        """In Prometheus' text format."""
+        return prometheus.generate_latest(self.registry)
+
+    def refused_by_reason(self) -> dict[str, int]:
+        """Refusals since the start."""
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for family in self.refusals.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }

@@ -1,0 +1,171 @@
+"""Where the gateway's routes come from, and the models that it serves over them.
+
+A source gives a route for each answer. This one keeps its connections and its knowledge of the
+workers between answers, and asks them anew after a failure:
+
+    source = KeptRouteSource(["127.0.0.1:7001", "127.0.0.1:7002"])
+    async with source.open() as opened, opened.session() as session:
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from meshnet_gguf.client import (
+    Endpoint,
+    Route,
+    Session,
+    TlsCredentials,
+    Vocabulary,
+    WorkerClient,
+    open_route,
+)
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway._prompts import SpecialTexts
+from proto.meshnet.shard.v1 import errors_pb2
+
+__all__ = ["KeptRouteSource", "ModelText", "OpenedRoute", "RouteSource", "ServedModel"]
+
+_MAX_PIECES = 300_000
+
+
+class OpenedRoute(Protocol):
+    """A route as a source gives it."""
+
+    @property
+    def route(self) -> Route:
+        """The workers, at least the head."""
+
+    def session(self, **options: Any) -> Session:
+        """A session on it, see Route.session."""
+
+
+class RouteSource(Protocol):
+    """Gives a route for each answer."""
+
+    def open(self) -> contextlib.AbstractAsyncContextManager[OpenedRoute]:
+        """A route for one answer, given back with the block."""
+
+
+class _KeptRoute:
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.users = 0
+
+    def session(self, **options: Any) -> Session:
+        return self.route.session(**options)
+
+
+# After these nothing that was known of the workers need hold.
+_STALE_AFTER = frozenset(
+    {
+        errors_pb2.REASON_PEER_LOST,
+        errors_pb2.REASON_PEER_UNREACHABLE,
+        errors_pb2.REASON_DEADLINE_EXCEEDED,
+        errors_pb2.REASON_RECIPE_MISMATCH,
+        errors_pb2.REASON_ARTIFACT_MISMATCH,
+        errors_pb2.REASON_RANGE_MISMATCH,
+        errors_pb2.REASON_DRAINING,
+        errors_pb2.REASON_NOT_READY,
+    }
+)
+
+
+class KeptRouteSource:
+    """The same workers for everyone, asked what they are once, and again after a failure."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str | Endpoint],
+        *,
+        credentials: TlsCredentials | None = None,
+        allow_insecure: bool = False,
+        answer_within: float = 2.0,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._credentials = credentials
+        self._allow_insecure = allow_insecure
+        self._answer_within = answer_within
+        self._kept: _KeptRoute | None = None
+        self._lock = asyncio.Lock()
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._drop(self._kept)
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[OpenedRoute]:
+        """The route; a failure in the block that is the workers' makes the next one ask again."""
+        async with self._lock:
+            if self._kept is None:
+                self._kept = _KeptRoute(
+                    await open_route(
+                        self._endpoints,
+                        credentials=self._credentials,
+                        allow_insecure=self._allow_insecure,
+                        answer_within=self._answer_within,
+                    )
+                )
+            kept = self._kept
+            kept.users += 1
+        try:
+            yield kept
+        except MeshnetError as error:
+            if error.reason in _STALE_AFTER and self._kept is kept:
+                self._kept = None
+            raise
+        finally:
+            kept.users -= 1
+            if self._kept is not kept and not kept.users:
+                await kept.route.close()
+
+    async def _drop(self, kept: _KeptRoute | None) -> None:
+        self._kept = None
+        if kept is not None and not kept.users:
+            await kept.route.close()
+
+
+class ModelText:
+    """What tokens are to a model: its vocabulary and the bytes of tokens, remembered."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.specials = SpecialTexts(
+            [token.piece.decode("utf-8", "replace") for token in vocabulary.special_tokens]
+        )
+        self._pieces: dict[int, bytes] = {}
+
+    async def pieces(self, head: WorkerClient, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token. Raises MeshnetError."""
+        missing = [token for token in dict.fromkeys(token_ids) if token not in self._pieces]
+        if missing:
+            if len(self._pieces) + len(missing) > _MAX_PIECES:
+                self._pieces.clear()
+                missing = list(dict.fromkeys(token_ids))
+            self._pieces.update(zip(missing, await head.pieces(missing), strict=True))
+        return [self._pieces[token] for token in token_ids]
+
+
+class ServedModel:
+    """A name that clients ask for, and where its routes come from."""
+
+    def __init__(self, name: str, source: RouteSource) -> None:
+        self.name = name
+        self.source = source
+        self.created = int(time.time())
+        self._texts: dict[tuple[str, str], ModelText] = {}
+
+    async def text(self, route: Route) -> ModelText:
+        """The vocabulary of the artifact behind a route, asked once."""
+        first = route.capabilities[0]
+        key = (first.artifact_sha256, first.recipe_fingerprint)
+        if key not in self._texts:
+            if len(self._texts) > 8:
+                self._texts.clear()
+            self._texts[key] = ModelText(await route.head.vocabulary())
+        return self._texts[key]

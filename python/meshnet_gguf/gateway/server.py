@@ -1,0 +1,173 @@
+"""The gateway's web server, inside a running event loop.
+
+with Listener("127.0.0.1:8080") as listener:
+    async with GatewayServer(app, listener) as server:
+        print(server.url)
+        await server.wait()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from meshnet_gguf.client import is_loopback
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["GatewayServer", "Listener", "ServerTls"]
+
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """PEM files of the server's certificate chain and key."""
+
+    certificate: pathlib.Path
+    key: pathlib.Path
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for the program, not for its web server."""
+        yield
+
+
+class Listener:
+    """A bound address, host:port (port 0: a free one). Use as a context manager.
+
+    Raises MeshnetError: INSECURE_TRANSPORT for plaintext beyond loopback unless `insecure`,
+    CONFIGURATION_INVALID for an address that cannot be had.
+    """
+
+    def __init__(
+        self, address: str, *, tls: ServerTls | None = None, insecure: bool = False
+    ) -> None:
+        if tls is None and not insecure and not is_loopback(address):
+            raise MeshnetError(
+                errors_pb2.REASON_INSECURE_TRANSPORT,
+                f"expected a certificate to serve on {address}, which is not loopback; "
+                "give one, or say --insecure if the network itself is trusted",
+            )
+        self.tls = tls
+        self.socket = _listen(address)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Gives the address back."""
+        self.socket.close()
+
+    @property
+    def url(self) -> str:
+        """http://host:port as bound."""
+        host, port = self.socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return f"http{'s' if self.tls else ''}://{shown}:{port}"
+
+
+class GatewayServer:
+    """Serves an application while the block runs.
+
+    Leaving the block lets answers under way go on for `drain_seconds`.
+    """
+
+    def __init__(self, app: ASGIApp, listener: Listener, *, drain_seconds: float = 5.0) -> None:
+        self.url = listener.url
+        self._socket = listener.socket
+        tls = listener.tls
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=round(drain_seconds),
+            ssl_certfile=None if tls is None else str(tls.certificate),
+            ssl_keyfile=None if tls is None else str(tls.key),
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Starts serving."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise MeshnetError(
+                    errors_pb2.REASON_CONFIGURATION_INVALID, "the web server did not start"
+                )
+            await asyncio.sleep(0.005)
+        return self
+
+    async def wait(self) -> None:
+        """Until the server ends."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops taking requests, then ends."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdecimal() and int(port) < 65536):
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID, f"expected HOST:PORT, got {address!r}"
+        )
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _taken(address, error) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise _taken(address, error) from error
+    return listening
+
+
+def _taken(address: str, error: OSError) -> MeshnetError:
+    return MeshnetError(
+        errors_pb2.REASON_CONFIGURATION_INVALID,
+        f"cannot listen on {address} ({error.strerror}); choose another address",
+    )

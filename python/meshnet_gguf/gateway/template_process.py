@@ -1,0 +1,178 @@
+"""Chat templates rendered in a process of their own, which can be ended.
+
+A template is somebody else's code. The sandbox of `meshnet_gguf.chat` keeps it from files and from
+the interpreter, but not from running for hours or from taking all memory: so it runs where neither
+harms anybody.
+
+    async with TemplateRenderer() as renderer:
+        prompt = await renderer.render(template, messages, tools=None, variables={})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from meshnet_gguf.chat import ChatMessage, render_chat
+from meshnet_gguf.errors import MeshnetError
+from proto.meshnet.shard.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["TemplateRenderer", "serve"]
+
+_LENGTH = struct.Struct("<I")
+_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_START_SECONDS = 30.0
+_MEMORY_BYTES = 2 * 1024 * 1024 * 1024
+
+
+class TemplateRenderer:
+    """One process, started with the block; it is replaced when a template has misbehaved.
+
+    Renders one template at a time; others wait. `time_limit` is in seconds.
+    """
+
+    def __init__(self, *, time_limit: float = 2.0) -> None:
+        self._time_limit = time_limit
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        """Starts the process and waits until it renders."""
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._ask({"template": "x", "messages": [], "options": {}})
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the process."""
+        await self._end()
+
+    async def render(
+        self,
+        template: str,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        bos_token: str = "",
+        eos_token: str = "",
+    ) -> str:
+        """What render_chat() returns and raises; ARTIFACT_INVALID also when it takes too long."""
+        request = {
+            "template": template,
+            "messages": [[turn.role, turn.content, dict(turn.extra)] for turn in messages],
+            "options": {
+                "tools": tools,
+                "variables": variables,
+                "add_generation_prompt": add_generation_prompt,
+                "bos_token": bos_token,
+                "eos_token": eos_token,
+            },
+        }
+        async with self._lock:
+            try:
+                async with asyncio.timeout(self._time_limit):
+                    answer = await self._ask(request)
+            except TimeoutError as error:
+                await self._end()
+                raise MeshnetError(
+                    errors_pb2.REASON_ARTIFACT_INVALID,
+                    f"the model's chat template ran for more than {self._time_limit:g} s; "
+                    "give a prompt instead of messages, or another artifact",
+                ) from error
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                await self._end()
+                raise MeshnetError(
+                    errors_pb2.REASON_ARTIFACT_INVALID,
+                    "the model's chat template took more memory than it may have; "
+                    "give a prompt instead of messages, or another artifact",
+                ) from error
+            except BaseException:
+                # Half an answer would be taken for the next one's.
+                await self._end()
+                raise
+        if "text" in answer:
+            return str(answer["text"])
+        raise MeshnetError(int(answer["reason"]), str(answer["message"]))
+
+    async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                f"from {__name__} import serve; serve()",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ.get("PATH", "")},
+                # Ctrl-C is for whoever started this process; the pipe's end ends it.
+                start_new_session=True,
+            )
+        writer, reader = self._process.stdin, self._process.stdout
+        assert writer is not None
+        assert reader is not None
+        body = json.dumps(request).encode()
+        writer.write(_LENGTH.pack(len(body)) + body)
+        await writer.drain()
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > _MAX_ANSWER_BYTES:
+            raise ConnectionError("an answer longer than any template may write")
+        answer = json.loads(await reader.readexactly(length))
+        assert isinstance(answer, dict)
+        return answer
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def serve() -> None:
+    """The process: answers requests on stdin until it ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while (request := _read(requests)) is not None:
+        try:
+            answer: dict[str, Any] = {"text": _render(request)}
+        except MeshnetError as error:
+            answer = {"reason": error.reason, "message": error.message}
+        body = json.dumps(answer).encode()
+        answers.write(_LENGTH.pack(len(body)) + body)
+        answers.flush()
+
+
+def _render(request: Mapping[str, Any]) -> str:
+    messages = [ChatMessage(role, text, extra) for role, text, extra in request["messages"]]
+    return render_chat(request["template"], messages, **request["options"])
+
+
+def _read(stream: IO[bytes]) -> dict[str, Any] | None:
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    value = json.loads(stream.read(_LENGTH.unpack(head)[0]))
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,99 @@
+import asyncio
+import contextlib
+
+import pytest
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway.admission import Admission, KeyLimits
+
+from proto.meshnet.shard.v1 import errors_pb2
+
+
+async def holds(
+    admission: Admission, choices: int = 1, owner: str = ""
+) -> contextlib.AsyncExitStack:
+    stack = contextlib.AsyncExitStack()
+    await stack.enter_async_context(admission.enter(owner=owner, choices=choices))
+    return stack
+
+
+async def reason(admission: Admission, **options: object) -> tuple[int, int]:
+    with pytest.raises(MeshnetError) as caught:
+        async with admission.enter(**{"owner": "", **options}):  # type: ignore[arg-type]
+            pass
+    return caught.value.reason, caught.value.retry_after_ms
+
+
+async def test_slots_are_given_in_the_order_of_asking() -> None:
+    admission = Admission(max_active=2)
+    first, second = await holds(admission), await holds(admission)
+    order: list[str] = []
+
+    async def ask(name: str, choices: int) -> None:
+        async with admission.enter(owner="", choices=choices):
+            order.append(name)
+
+    wide = asyncio.create_task(ask("wide", 2))
+    await asyncio.sleep(0)
+    narrow = asyncio.create_task(ask("narrow", 1))
+    await asyncio.sleep(0)
+    assert (admission.active, admission.queued) == (2, 2)
+    await first.aclose()
+    await asyncio.sleep(0)
+    assert order == []  # a narrow one does not overtake a wide one
+    await second.aclose()
+    await asyncio.gather(wide, narrow)
+    assert order == ["wide", "narrow"]
+    assert (admission.active, admission.queued) == (0, 0)
+
+
+async def test_a_full_line_is_a_refusal_with_a_time_to_come_again() -> None:
+    admission = Admission(max_active=1, max_queued=0)
+    held = await holds(admission)
+    assert await reason(admission) == (errors_pb2.REASON_QUEUE_FULL, 1000)
+    await held.aclose()
+    async with admission.enter(owner=""):
+        pass
+
+
+async def test_waiting_ends_in_time_and_leaves_nothing() -> None:
+    admission = Admission(max_active=1, queue_seconds=0.01)
+    held = await holds(admission)
+    assert (await reason(admission))[0] == errors_pb2.REASON_QUEUE_FULL
+    waiting = asyncio.create_task(holds(admission))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (admission.active, admission.queued) == (1, 0)
+    await held.aclose()
+    assert admission.active == 0
+
+
+async def test_more_choices_than_slots_can_never_be_served() -> None:
+    assert (await reason(Admission(max_active=2), choices=3))[0] == (
+        errors_pb2.REASON_FIELD_OUT_OF_BOUNDS
+    )
+
+
+async def test_a_keys_limits_are_its_own() -> None:
+    now = 1000.0
+    admission = Admission(max_active=8, clock=lambda: now)
+    limits = KeyLimits(max_active=2)
+    held = await holds(admission, 2, "a")
+    assert (await reason(admission, owner="a", limits=limits))[0] == errors_pb2.REASON_RATE_LIMITED
+    async with admission.enter(owner="b", limits=limits):
+        pass
+    await held.aclose()
+    async with admission.enter(owner="a", limits=limits):
+        pass
+
+    limits = KeyLimits(requests_per_minute=2)
+    for _ in range(2):
+        async with admission.enter(owner="c", limits=limits):
+            now += 10
+    assert await reason(admission, owner="c", limits=limits) == (
+        errors_pb2.REASON_RATE_LIMITED,
+        40_000,
+    )
+    now += 41
+    async with admission.enter(owner="c", limits=limits):
+        pass

@@ -1,0 +1,188 @@
+"""What is refused before anything is done: bodies, keys, lines that are full."""
+
+import asyncio
+import json
+import logging
+import pathlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from meshnet_gguf.gateway import Admission, ApiKeys, GatewayOptions, KeyLimits
+from meshnet_gguf.testing.gateway import MODEL, FakeGateway, fake_gateway
+
+END = 60.0
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 2,
+}
+SLOW = ("--fake_delay=3ms", "--context_tokens=100000")
+
+
+# One gateway for all tests that only ask it.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[FakeGateway]:
+    async with fake_gateway() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=END) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"messages": []}, "FIELD_OUT_OF_BOUNDS", "messages"),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "FIELD_OUT_OF_BOUNDS",
+            "messages.0.role",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "FIELD_OUT_OF_BOUNDS",
+            "messages.0.content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "UNKNOWN_FIELD",
+            "messages.0.content.0.image_url",
+        ),
+        ({"max_tokens": 0}, "FIELD_OUT_OF_BOUNDS", "max_tokens"),
+        ({"max_tokens": 5000}, "CONTEXT_EXCEEDED", None),
+        ({"temperature": 2.5}, "FIELD_OUT_OF_BOUNDS", "temperature"),
+        ({"temperature": float("nan")}, "FIELD_OUT_OF_BOUNDS", "temperature"),
+        ({"top_p": 0}, "FIELD_OUT_OF_BOUNDS", "top_p"),
+        ({"n": 0}, "FIELD_OUT_OF_BOUNDS", "n"),
+        ({"n": 9}, "FIELD_OUT_OF_BOUNDS", "n"),
+        ({"stop": ""}, "FIELD_OUT_OF_BOUNDS", "stop"),
+        ({"stop": ["a"] * 17}, "FIELD_OUT_OF_BOUNDS", "stop"),
+        ({"top_logprobs": 3}, "FIELD_OUT_OF_BOUNDS", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "FIELD_OUT_OF_BOUNDS", "top_logprobs"),
+        ({"logit_bias": {"99999": 1}}, "TOKEN_OUT_OF_RANGE", "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "TOKEN_OUT_OF_RANGE", "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "FIELD_OUT_OF_BOUNDS", "stream_options"),
+        ({"no_such_field": 1}, "UNKNOWN_FIELD", "no_such_field"),
+        ({"model": "other"}, "NOT_SERVED", "model"),
+    ],
+)
+async def test_a_wrong_field_is_named(
+    http: httpx.AsyncClient, change: dict[str, Any], code: str, param: str | None
+) -> None:
+    body = json.dumps({**HELLO, **change})
+    answer = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert answer.status_code == (404 if code == "NOT_SERVED" else 400)
+    assert error["type"] == ("not_found_error" if code == "NOT_SERVED" else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"null", b"{", b"\xff", b'{"a":' * 50_000, b'{"model": "\\ud800"}'],
+)
+async def test_what_is_no_json_object_is_malformed(http: httpx.AsyncClient, body: bytes) -> None:
+    answer = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "MALFORMED_MESSAGE")
+
+
+async def test_a_browsers_form_is_no_request(http: httpx.AsyncClient) -> None:
+    answer = await http.post(
+        CHAT, content=json.dumps(HELLO), headers={"content-type": "text/plain"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "MALFORMED_MESSAGE")
+
+
+async def test_other_paths_and_methods_are_errors_in_the_same_form(
+    http: httpx.AsyncClient,
+) -> None:
+    for answer in (await http.get("/v1/other"), await http.get(CHAT)):
+        assert answer.status_code in (404, 405)
+        assert answer.json()["error"]["code"] == "NOT_SERVED"
+
+
+async def test_a_long_body_is_refused() -> None:
+    options = GatewayOptions(max_request_bytes=2000)
+    async with (
+        asyncio.timeout(END),
+        fake_gateway((), options=options) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=END) as http,
+    ):
+        answer = await http.post(
+            CHAT, content=b"x" * 2001, headers={"content-type": "application/json"}
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "FRAME_TOO_LARGE")
+        assert answer.headers["connection"] == "close"
+
+
+async def test_keys(tmp_path: pathlib.Path) -> None:
+    keys = ApiKeys(tmp_path / "keys.json")
+    alice = keys.add("alice")
+    bob = keys.add("bob", KeyLimits(requests_per_minute=1))
+    options = GatewayOptions(keys=keys)
+    async with (
+        asyncio.timeout(END),
+        fake_gateway((), options=options, api_key=alice) as gateway,
+    ):
+        assert (await gateway.client.chat.completions.create(**HELLO)).choices
+        assert (await gateway.client.models.list()).data
+        wrong = gateway.client.with_options(api_key="sk-meshnet-wrong")
+        with pytest.raises(openai.AuthenticationError) as unknown:
+            await wrong.chat.completions.create(**HELLO)
+        assert unknown.value.code == "UNAUTHENTICATED"
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.models.list()
+
+        limited = gateway.client.with_options(api_key=bob)
+        await limited.chat.completions.create(**HELLO)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await limited.chat.completions.create(**HELLO)
+        assert caught.value.code == "RATE_LIMITED"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+
+
+async def test_a_full_line_is_429_with_a_time_to_come_again() -> None:
+    admission = Admission(max_active=1, max_queued=0)
+    async with asyncio.timeout(END), fake_gateway((), *SLOW, admission=admission) as gateway:
+        stream = await gateway.client.chat.completions.create(
+            **{**HELLO, "max_tokens": 50000}, stream=True
+        )
+        with pytest.raises(openai.RateLimitError) as caught:
+            await gateway.client.chat.completions.create(**HELLO)
+        assert caught.value.code == "QUEUE_FULL"
+        assert caught.value.response.headers["retry-after"] == "1"
+        await stream.close()
+        patient = gateway.client.with_options(max_retries=5)
+        assert (await patient.chat.completions.create(**HELLO)).choices
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+async def test_the_log_holds_no_text_unless_asked(
+    log_prompts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = GatewayOptions(log_prompts=log_prompts)
+    secret = "a secret that nobody else may read"
+    body = {**HELLO, "messages": [{"role": "user", "content": secret}]}
+    caplog.set_level(logging.DEBUG)
+    async with asyncio.timeout(END), fake_gateway((), options=options) as gateway:
+        caplog.clear()
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=END) as http:
+            await http.post(CHAT, json=body)
+            await http.post(CHAT, json={**body, "temperature": secret})
+            await gateway.fake.wait_idle()
+            while len([r for r in caplog.records if r.name == "meshnet.gateway"]) < 2:
+                await asyncio.sleep(0.01)
+    ours = [record.getMessage() for record in caplog.records if record.name != "hpack"]
+    assert any(secret in line for line in ours) == log_prompts
+    assert any('"completion_tokens": 2' in line for line in ours)

@@ -1,0 +1,72 @@
+"""A gateway over real worker processes with the fake engine, and OpenAI's own client for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import openai
+
+from meshnet_gguf.gateway import (
+    Admission,
+    GatewayOptions,
+    GatewayServer,
+    KeptRouteSource,
+    Listener,
+    ServedModel,
+    Serving,
+    TemplateRenderer,
+    make_app,
+)
+from meshnet_gguf.testing.cluster import FakeCluster, cluster_of, fake_specs
+
+__all__ = ["MODEL", "FakeGateway", "fake_gateway"]
+
+MODEL = "fake"
+
+
+@dataclass(frozen=True)
+class FakeGateway:
+    """A running gateway, the workers behind it and a client of it that never retries."""
+
+    fake: FakeCluster
+    url: str
+    client: openai.AsyncOpenAI
+    admission: Admission
+
+
+@contextlib.asynccontextmanager
+async def fake_gateway(
+    cuts: Sequence[int] = (4,),
+    *flags: str,
+    admission: Admission | None = None,
+    options: GatewayOptions | None = None,
+    api_key: str = "unused",
+    open_within: float = 30.0,
+) -> AsyncIterator[FakeGateway]:
+    """A gateway over a fake model in `len(cuts) + 1` workers, each started with `flags` too.
+
+    A route may take `open_within` seconds to agree, more than a gateway gives it by itself:
+    machines that run tests are busy.
+    """
+    admission = admission or Admission(max_active=8)
+    async with (
+        cluster_of(fake_specs(cuts, *flags)) as fake,
+        contextlib.aclosing(
+            KeptRouteSource(fake.cluster.endpoints, answer_within=open_within)
+        ) as source,
+        TemplateRenderer() as renderer,
+    ):
+        serving = Serving(
+            [ServedModel(MODEL, source)], admission, renderer, open_within=open_within
+        )
+        app = make_app(serving, options)
+        with Listener("127.0.0.1:0") as listener:
+            async with (
+                GatewayServer(app, listener) as server,
+                openai.AsyncOpenAI(
+                    base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60.0
+                ) as client,
+            ):
+                yield FakeGateway(fake, server.url, client, admission)
