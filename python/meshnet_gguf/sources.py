@@ -43,7 +43,9 @@ _MAX_RETRY_AFTER_MS = 60_000
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _UNSATISFIED_RANGE = re.compile(r"bytes \*/(\d{1,18})")
-_TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)
+_SILENCE_SECONDS = 30.0
+# A server below this is as good as gone, and its fetch is tried again elsewhere.
+_LEAST_BYTES_PER_SECOND = 16 << 10
 
 
 class SourceError(MeshnetError):
@@ -157,7 +159,14 @@ class HttpSource:
     and none leads from https to plaintext.
     """
 
-    def __init__(self, base: str, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        base: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        silence_seconds: float = _SILENCE_SECONDS,
+    ) -> None:
+        self._silence_seconds = silence_seconds
         self.name = base
         self.has_ranges = True
         self._base = base.rstrip("/") + "/"
@@ -170,7 +179,7 @@ class HttpSource:
         # A proxy that the environment names is for what lies beyond this machine.
         self._client = httpx.AsyncClient(
             verify=tls or ssl.create_default_context(),
-            timeout=_TIMEOUT,
+            timeout=httpx.Timeout(silence_seconds, pool=None),
             trust_env=not _stays_here(parsed.hostname or ""),
             headers={"Accept-Encoding": "identity", "User-Agent": "meshnet"},
             limits=httpx.Limits(max_connections=None),
@@ -191,8 +200,9 @@ class HttpSource:
     async def fetch(self, file: ManifestFile, offset: int, length: int, sink: Sink) -> None:
         """See Source."""
         url = self._base + urllib.parse.quote(file.name)
+        limit = self._silence_seconds + length / _LEAST_BYTES_PER_SECOND
         try:
-            async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(limit), contextlib.AsyncExitStack() as stack:
                 if self._has_answered:
                     response = await self._ask(stack, url, file, offset, length)
                 else:
@@ -200,6 +210,12 @@ class HttpSource:
                         response = await self._ask(stack, url, file, offset, length)
                         self._has_answered = True
                 await self._take(response, url, length, sink)
+        except TimeoutError as error:
+            raise SourceError(
+                errors_pb2.REASON_SOURCE_UNAVAILABLE,
+                f"{url}: expected {length} bytes within {limit:.0f} s",
+                may_pass=True,
+            ) from error
         except httpx.InvalidURL as error:
             raise SourceError(
                 errors_pb2.REASON_SOURCE_ANSWER_INVALID, f"{url}: redirected nowhere ({error})"
@@ -428,12 +444,17 @@ def _is_certificate_error(error: BaseException | None) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_sources(
-    places: Iterable[str], *, ca_file: pathlib.Path | None = None
+    places: Iterable[str],
+    *,
+    ca_file: pathlib.Path | None = None,
+    silence_seconds: float = _SILENCE_SECONDS,
 ) -> AsyncIterator[list[Source]]:
     """The sources that these texts name: addresses, or else folders.
 
-    `ca_file` (PEM) replaces the authorities that the system trusts. Raises MeshnetError:
-    CONFIGURATION_INVALID, INSECURE_TRANSPORT.
+    `ca_file` (PEM) replaces the authorities that the system trusts. A server that says nothing for
+    `silence_seconds`, or sends less than 16 KiB/s in the long run, counts as gone.
+
+    Raises MeshnetError: CONFIGURATION_INVALID, INSECURE_TRANSPORT.
     """
     try:
         tls = ssl.create_default_context(cafile=str(ca_file)) if ca_file else None
@@ -446,7 +467,7 @@ async def open_sources(
         sources: list[Source] = []
         for place in places:
             if "://" in place:
-                source = HttpSource(place, tls=tls)
+                source = HttpSource(place, tls=tls, silence_seconds=silence_seconds)
                 stack.push_async_callback(source.aclose)
                 sources.append(source)
             else:

@@ -33,6 +33,9 @@ _LAYERS = flags.DEFINE_string(
     "layers", None, "Half-open range of layers, BEGIN:END; without it the whole artifact."
 )
 _CA = flags.DEFINE_string("ca", None, "PEM file with the authorities to trust instead.")
+_SILENCE = flags.DEFINE_float(
+    "silence", 30.0, "Seconds without a byte after which a server counts as gone.", 0.1
+)
 _PARALLEL = flags.DEFINE_integer("parallel", 4, "Fetches at once.", 1, 64)
 _ATTEMPTS = flags.DEFINE_integer(
     "attempts", 6, "Attempts in a row without progress before a fetch fails.", 1, 100
@@ -77,7 +80,7 @@ async def _provision(
     )
     places = [place if "://" in place else str(output.given_path(place)) for place in _FROM.value]
     ca_file = output.given_path(_CA.value) if _CA.value else None
-    async with open_sources(places, ca_file=ca_file) as sources:
+    async with open_sources(places, ca_file=ca_file, silence_seconds=_SILENCE.value) as sources:
         return await provision(manifest, sources, to, layers=layers, options=options)
 
 

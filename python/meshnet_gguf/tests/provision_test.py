@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,10 +80,13 @@ async def provisioned(
     to: pathlib.Path,
     layers: tuple[int, int] | None = None,
     ca_file: pathlib.Path | None = None,
+    silence_seconds: float = 30.0,
     **options: Any,
 ) -> Provisioned:
     options.setdefault("clock", PatientClock())
-    async with open_sources(map(str, places), ca_file=ca_file) as sources:
+    async with open_sources(
+        map(str, places), ca_file=ca_file, silence_seconds=silence_seconds
+    ) as sources:
         return await provision(manifest, sources, to, layers=layers, options=Options(**options))
 
 
@@ -412,6 +416,10 @@ def first_to(file: str, answer: Answer, times: int = 1) -> Callable[[Request], A
     return fault
 
 
+def hold(until: threading.Event) -> None:
+    until.wait()
+
+
 def always(answer: Answer) -> Callable[[Request], Answer]:
     return lambda request: answer
 
@@ -453,6 +461,18 @@ async def test_attempts_are_bounded(split: Manifest, server: ModelServer, to: pa
     assert error.reason == errors_pb2.REASON_SOURCE_UNAVAILABLE
     assert "gave up after 5 attempts" in error.message
     assert clock.waited == [250, 500, 1000, 1000]
+
+
+async def test_a_server_that_falls_silent(
+    split: Manifest, server: ModelServer, to: pathlib.Path
+) -> None:
+    held = threading.Event()
+    server.fault = first_to(SPLIT[2].name, Answer(before_byte=lambda sent: hold(held)))
+    try:
+        done = await provisioned(split, [server.url], to, silence_seconds=0.5)
+    finally:
+        held.set()
+    assert is_right(done)
 
 
 async def test_nobody_there(split: Manifest, to: pathlib.Path) -> None:
