@@ -29,6 +29,14 @@ __all__ = ["COMMANDS", "main"]
 
 # Command -> its module and what it is for.
 COMMANDS = {
+    "api-keys": (
+        "meshnet_gguf.cli.api_keys",
+        "make, list and remove the API keys of a gateway",
+    ),
+    "chat": (
+        "meshnet_gguf.cli.chat",
+        "chat with a served model",
+    ),
     "inspect": (
         "meshnet_gguf.cli.inspect",
         "show what a model consists of and where it may be cut",

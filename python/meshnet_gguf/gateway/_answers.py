@@ -209,7 +209,9 @@ class CompletionForm(_Form):
 
     def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
         """A piece of a choice's text."""
-        return self._part(index, text, None, self._logprobs(index, logprobs))
+        shown = self._logprobs(logprobs, self._offsets[index])
+        self._offsets[index] += sum(len(_shown(item.token.piece)) for item in logprobs)
+        return self._part(index, text, None, shown)
 
     def tool_call(self, index: int, number: int, call: Mapping[str, Any]) -> bytes:
         """Plain completions have none."""
@@ -230,14 +232,14 @@ class CompletionForm(_Form):
         }
         return self._chunk([choice])
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         shown = [_shown(item.token.piece) for item in tokens]
         offsets = []
         for text in shown:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            offsets.append(offset)
+            offset += len(text)
         return {
             "tokens": shown,
             "token_logprobs": [item.token.logprob for item in tokens],
@@ -252,6 +254,6 @@ class CompletionForm(_Form):
         return {
             "index": answer.index,
             "text": self._echoes[answer.index] + "".join(answer.text),
-            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "logprobs": self._logprobs(answer.logprobs),
             "finish_reason": answer.finish_reason,
         }

@@ -215,6 +215,11 @@ class _Endpoint:
         except _ClientGoneError:
             record.status, record.reason = 499, "CANCELLED"
             self._gateway.metrics.clients_gone.inc()
+        except asyncio.CancelledError:
+            # The server ends and has waited for this answer as long as it may.
+            with contextlib.suppress(Exception):
+                await self._failed(exchange, _ending())
+            raise
         except Exception as error:
             _LOG.exception("request %s failed", record.request_id)
             with contextlib.suppress(Exception):
@@ -238,6 +243,12 @@ def _own_fault(error: Exception) -> MeshnetError:
     return MeshnetError(
         errors_pb2.REASON_ENGINE_FAILURE,
         f"the gateway failed ({type(error).__name__}); its log says more",
+    )
+
+
+def _ending() -> MeshnetError:
+    return MeshnetError(
+        errors_pb2.REASON_DRAINING, "the gateway shuts down; ask again when it is back"
     )
 
 

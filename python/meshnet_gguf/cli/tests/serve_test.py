@@ -1,0 +1,124 @@
+"""The commands around the gateway, as processes: serve, chat, api-keys."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from meshnet_gguf.testing.cluster import cluster_of, fake_specs
+
+MESHNET = os.environ["MESHNET"]
+END = 60.0
+FOREVER = ("--fake_delay=3ms", "--context_tokens=100000")
+
+
+async def run(*arguments: str, stdin: str = "", **environment: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        MESHNET,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+    out, err = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *arguments: str, flags: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
+    async with asyncio.timeout(END), cluster_of(fake_specs((4,), *flags)) as fake:
+        process = await asyncio.create_subprocess_exec(
+            MESHNET,
+            "serve",
+            "fake",
+            f"--workers={','.join(fake.cluster.endpoints)}",
+            "--listen=127.0.0.1:0",
+            "--json",
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        try:
+            yield json.loads(await process.stdout.readline()), process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def test_serve_answers_clients_and_ends_when_told() -> None:
+    async with served() as (said, process):
+        assert said["model"] == "fake"
+        async with openai.AsyncOpenAI(base_url=said["url"], api_key="x", max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == ["fake"]
+        code, out, err = await run("chat", f"--url={said['url']}", "--max-tokens=5", stdin="Hello")
+        assert (code, err) == (0, "")
+        assert out.endswith("\n")
+        code, out, _ = await run(
+            "chat", "fake", f"--url={said['url']}", "--max-tokens=5", "--json", stdin="Hello"
+        )
+        assert (code, json.loads(out)["model"]) == (0, "fake")
+        code, out, err = await run("chat", "other", f"--url={said['url']}", stdin="Hello")
+        assert code == 1
+        assert "NOT_SERVED" in err
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+
+
+async def test_a_stream_that_outlives_the_server_is_told_so() -> None:
+    async with served(flags=FOREVER) as (said, process):
+        async with openai.AsyncOpenAI(base_url=said["url"], api_key="x", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "Hello"}], stream=True
+            )
+            with pytest.raises(openai.APIError) as caught:
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content and process.returncode is None:
+                        process.send_signal(signal.SIGTERM)
+            assert caught.value.code == "DRAINING"
+        assert await process.wait() == 0
+
+
+async def test_serve_with_keys(tmp_path: pathlib.Path) -> None:
+    file = str(tmp_path / "keys.json")
+    code, key, _ = await run("api-keys", "add", file, "alice", "--max-active", "2")
+    assert code == 0
+    async with served(f"--api-keys={file}") as (said, _):
+        arguments = ("chat", f"--url={said['url']}", "--max-tokens=2")
+        code, _, err = await run(*arguments, stdin="Hello")
+        assert code == 1
+        assert "UNAUTHENTICATED" in err
+        code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
+        assert (code, err) == (0, "")
+        assert (await run("api-keys", "remove", file, "alice"))[0] == 0
+        code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
+        assert "UNAUTHENTICATED" in err
+    code, out, _ = await run("api-keys", "list", file, "--json")
+    assert json.loads(out) == {"keys": []}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("serve",), 2, "one model"),
+        (("serve", "no-such-model"), 1, "ARTIFACT_UNREADABLE"),
+        (("serve", "x", "--workers=127.0.0.1:1", "--listen=0.0.0.0:0"), 1, "INSECURE_TRANSPORT"),
+        (("serve", "x", "--workers=127.0.0.1:1", "--listen=127.0.0.1:0"), 1, "PEER_UNREACHABLE"),
+        (("serve", "x", "--tls-cert=a"), 2, "together"),
+        (("chat", "--url=http://127.0.0.1:1/v1"), 1, "PEER_UNREACHABLE"),
+        (("api-keys", "add", "file"), 2, "expected add"),
+    ],
+)
+async def test_what_is_refused(arguments: tuple[str, ...], code: int, word: str) -> None:
+    found, _, err = await run(*arguments)
+    assert (found, word in err) == (code, True), err
