@@ -2,12 +2,14 @@
 
     meshnet serve smollm2
     meshnet serve ~/models/llama.gguf --stages 3 --listen 127.0.0.1:9000
+    meshnet serve llama --tracker 127.0.0.1:7100
     meshnet serve llama --workers 10.0.0.5:7001,10.0.0.6:7001 --insecure
 
 MODEL is a known name (meshnet fetches it by its hash) or a GGUF file, split into stages that run as
-worker processes within the memory that is free here. With --workers it is the name under which the
-model of workers that run already is served. Then any OpenAI client works on
-http://127.0.0.1:8080/v1. Ends on SIGTERM or SIGINT, after the answers under way.
+worker processes within the memory that is free here. With --tracker it is the name under which
+nodes have registered the model, with --workers a name for what workers that run already hold. Then
+any OpenAI client works on http://127.0.0.1:8080/v1. Ends on SIGTERM or SIGINT, after the answers
+under way.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from absl import app, flags
+from meshnet.transport import TlsFiles
 
 from meshnet_gguf import progress
 from meshnet_gguf.cli import output
-from meshnet_gguf.client import TlsCredentials
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway import (
     Admission,
@@ -39,12 +41,14 @@ from meshnet_gguf.gateway import (
     ServerTls,
     Serving,
     TemplateRenderer,
+    TrackedModelSource,
     make_app,
 )
 from meshnet_gguf.gateway.local import free_memory, plan_here
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.local_cluster import LocalCluster
 from meshnet_gguf.models import fetch_model, pinned_models
+from meshnet_gguf.route_source import RouteSource, TrackerRouteSource, worker_credentials
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
@@ -58,6 +62,7 @@ _SESSIONS = flags.DEFINE_integer(
     "max_sessions", 0, "Answers that are made at once, 0 = as fits.", lower_bound=0
 )
 _WORKERS = flags.DEFINE_list("workers", [], "Workers that run already, instead of starting any.")
+_TRACKER = flags.DEFINE_list("tracker", [], "Trackers that know routes, instead of workers here.")
 _QUEUE = flags.DEFINE_integer("max_queued", 64, "Requests that may wait.", lower_bound=0)
 _QUEUE_SECONDS = flags.DEFINE_float(
     "queue_seconds", 30.0, "How long a request may wait.", lower_bound=0
@@ -70,20 +75,26 @@ _API_KEYS = flags.DEFINE_string(
 )
 _CERT = flags.DEFINE_string("tls_cert", None, "PEM file with the gateway's certificate chain.")
 _KEY = flags.DEFINE_string("tls_key", None, "PEM file with the certificate's private key.")
-_WORKER_CA = flags.DEFINE_string("worker_ca", None, "PEM file with the workers' authority.")
-_WORKER_CERT = flags.DEFINE_string("worker_cert", None, "PEM file shown to workers.")
-_WORKER_KEY = flags.DEFINE_string("worker_key", None, "PEM file with its private key.")
+_MESH_CA = flags.DEFINE_string(
+    "mesh_ca", None, "PEM file with the authority of workers and trackers."
+)
+_MESH_CERT = flags.DEFINE_string("mesh_cert", None, "PEM file shown to workers and trackers.")
+_MESH_KEY = flags.DEFINE_string("mesh_key", None, "PEM file with its private key.")
 _INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
 _LOG_PROMPTS = flags.DEFINE_bool("log_prompts", False, "Write requests' texts into the log.")
 _LOG = flags.DEFINE_bool("log", False, "Write a line for every request to stderr.")
 
+# A tracker's mesh may serve many routes at once; more than this asks for --max-sessions.
+_TRACKED_SESSIONS = 16
+
 
 @dataclass(frozen=True)
 class _Mesh:
-    """What the gateway stands before."""
+    """What the gateway stands before, and how many answers it makes at once."""
 
-    source: KeptRouteSource
+    source: RouteSource
     endpoints: tuple[str, ...]
+    slots: int
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -92,6 +103,10 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError(f"expected one model, got {len(arguments)}")
     if (_CERT.value is None) != (_KEY.value is None):
         raise app.UsageError("expected --tls-cert and --tls-key together")
+    if len({_MESH_CA.value is None, _MESH_CERT.value is None, _MESH_KEY.value is None}) > 1:
+        raise app.UsageError("expected --mesh-ca, --mesh-cert and --mesh-key together")
+    if _TRACKER.value and _WORKERS.value:
+        raise app.UsageError("expected --tracker or --workers, got both")
     if _LOG.value or _LOG_PROMPTS.value:
         logging.basicConfig(
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
@@ -126,10 +141,8 @@ async def _serve(model: str) -> None:
             renderer = asyncio.create_task(stack.enter_async_context(TemplateRenderer()))
             mesh = await stack.enter_async_context(_mesh(model))
             await renderer
-            async with mesh.source.open() as opened:
-                slots = min(c.max_sessions for c in opened.route.capabilities)
             admission = Admission(
-                max_active=slots,
+                max_active=mesh.slots,
                 max_queued=_QUEUE.value,
                 queue_seconds=_QUEUE_SECONDS.value,
             )
@@ -164,15 +177,26 @@ def _say_ready(name: str, url: str, endpoints: Sequence[str], seconds: float) ->
 @contextlib.asynccontextmanager
 async def _mesh(model: str) -> AsyncIterator[_Mesh]:
     async with contextlib.AsyncExitStack() as stack:
+        if _TRACKER.value:
+            tracker = await stack.enter_async_context(
+                TrackerRouteSource(_TRACKER.value, model, tls=_mesh_tls(), insecure=_INSECURE.value)
+            )
+            slots = _SESSIONS.value or _TRACKED_SESSIONS
+            yield _Mesh(TrackedModelSource(tracker), tuple(_TRACKER.value), slots)
+            return
         if _WORKERS.value:
             endpoints = list(_WORKERS.value)
         else:
             endpoints = (await stack.enter_async_context(_cluster(model))).endpoints
         source = KeptRouteSource(
-            endpoints, credentials=_worker_credentials(), allow_insecure=_INSECURE.value
+            endpoints,
+            credentials=worker_credentials(_mesh_tls()),
+            allow_insecure=_INSECURE.value,
         )
         await stack.enter_async_context(contextlib.aclosing(source))
-        yield _Mesh(source, tuple(endpoints))
+        async with source.open() as opened:
+            slots = min(c.max_sessions for c in opened.route.capabilities)
+        yield _Mesh(source, tuple(endpoints), min(slots, _SESSIONS.value or slots))
 
 
 @contextlib.asynccontextmanager
@@ -209,13 +233,11 @@ def _tls() -> ServerTls | None:
     return ServerTls(output.given_path(_CERT.value), output.given_path(_KEY.value))
 
 
-def _worker_credentials() -> TlsCredentials | None:
-    if _WORKER_CA.value is None:
+def _mesh_tls() -> TlsFiles | None:
+    if _MESH_CA.value is None or _MESH_CERT.value is None or _MESH_KEY.value is None:
         return None
-
-    def content(name: str | None) -> bytes | None:
-        return None if name is None else output.given_path(name).read_bytes()
-
-    root = content(_WORKER_CA.value)
-    assert root is not None
-    return TlsCredentials(root, content(_WORKER_CERT.value), content(_WORKER_KEY.value))
+    return TlsFiles(
+        output.given_path(_MESH_CERT.value),
+        output.given_path(_MESH_KEY.value),
+        output.given_path(_MESH_CA.value),
+    )

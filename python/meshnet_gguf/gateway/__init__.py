@@ -12,7 +12,7 @@ from meshnet_gguf.gateway._serving import Serving
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
 from meshnet_gguf.gateway.app import GatewayOptions, make_app
-from meshnet_gguf.gateway.routes import KeptRouteSource, OpenedRoute, RouteSource, ServedModel
+from meshnet_gguf.gateway.routes import KeptRouteSource, ServedModel, TrackedModelSource
 from meshnet_gguf.gateway.server import GatewayServer, Listener, ServerTls
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 
@@ -25,11 +25,10 @@ __all__ = [
     "KeptRouteSource",
     "KeyLimits",
     "Listener",
-    "OpenedRoute",
-    "RouteSource",
     "ServedModel",
     "ServerTls",
     "Serving",
     "TemplateRenderer",
+    "TrackedModelSource",
     "make_app",
 ]

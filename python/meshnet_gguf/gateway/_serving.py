@@ -24,8 +24,9 @@ from meshnet_gguf.gateway._generation import Begun, Ended, Piece, pieces_of
 from meshnet_gguf.gateway._prompts import chat_prompt
 from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, SamplingRequest
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
-from meshnet_gguf.gateway.routes import ModelText, OpenedRoute, ServedModel
+from meshnet_gguf.gateway.routes import ModelText, ServedModel, report
 from meshnet_gguf.gateway.template_process import TemplateRenderer
+from meshnet_gguf.route_source import OpenedRoute, Outcome
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["Answering", "Serving"]
@@ -275,15 +276,24 @@ class Serving:
         routes: list[OpenedRoute] = [opened]
         while len(routes) < choices:
             routes.append(await stack.enter_async_context(model.source.open()))
-        sessions = [
-            await stack.enter_async_context(
-                route.session(deadline=self._answer_within, open_timeout=self._open_within)
-            )
-            for route in routes
-        ]
+        sessions = [await stack.enter_async_context(self._session(route)) for route in routes]
         form = _form(request, model.name, jobs)
         length = request.length if isinstance(request, ChatRequest) else request.max_tokens
         return Answering(request, form, jobs, sessions, opened.route, text, length)
+
+    @contextlib.asynccontextmanager
+    async def _session(self, opened: OpenedRoute) -> AsyncIterator[Session]:
+        session = opened.session(deadline=self._answer_within, open_timeout=self._open_within)
+        try:
+            async with session:
+                yield session
+        except MeshnetError as error:
+            await report(opened, session, Outcome.FAILED, error)
+            raise
+        except BaseException:
+            await report(opened, session, Outcome.CANCELLED)
+            raise
+        await report(opened, session, Outcome.COMPLETED)
 
     async def _jobs(
         self, request: ChatRequest | CompletionRequest, route: Route, text: ModelText

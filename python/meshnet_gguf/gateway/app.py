@@ -48,7 +48,6 @@ from proto.meshnet.shard.v1 import errors_pb2
 __all__ = ["GatewayOptions", "make_app"]
 
 _LOG = logging.getLogger("meshnet.gateway")
-_READY_SECONDS = 2.0
 _HTTP_REASONS = {
     404: errors_pb2.REASON_NOT_SERVED,
     405: errors_pb2.REASON_NOT_SERVED,
@@ -61,6 +60,7 @@ class GatewayOptions:
 
     max_request_bytes: int = 8 * 1024 * 1024
     body_seconds: float = 30.0
+    ready_seconds: float = 2.0
     log_prompts: bool = False
     keys: ApiKeys | None = None
 
@@ -363,7 +363,7 @@ class _Gateway:
             *(self._why_not_ready(name) for name in self.serving.models), return_exceptions=True
         )
         reasons = {
-            name: str(why)
+            name: str(why) or type(why).__name__
             for name, why in zip(self.serving.models, found, strict=True)
             if why is not None
         }
@@ -377,7 +377,7 @@ class _Gateway:
 
     async def _why_not_ready(self, name: str) -> str | None:
         async with (
-            asyncio.timeout(_READY_SECONDS),
+            asyncio.timeout(self.options.ready_seconds),
             self.serving.models[name].source.open() as opened,
         ):
             for worker in opened.route.workers:

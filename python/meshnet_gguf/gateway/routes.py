@@ -1,20 +1,19 @@
-"""Where the gateway's routes come from, and the models that it serves over them.
+"""The models that a gateway serves, and where their routes come from.
 
-A source gives a route for each answer. This one keeps its connections and its knowledge of the
-workers between answers, and asks them anew after a failure:
-
-    source = KeptRouteSource(["127.0.0.1:7001", "127.0.0.1:7002"])
-    async with source.open() as opened, opened.session() as session:
-        ...
+A source gives a route for each answer (meshnet_gguf.route_source). One for named workers keeps its
+connections and its knowledge of them between answers, and asks them anew after a failure; one for
+trackers says what they refuse in the gateway's own reasons.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+
+from meshnet.errors import ControlError, Reason
 
 from meshnet_gguf.client import (
     Endpoint,
@@ -27,38 +26,26 @@ from meshnet_gguf.client import (
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._prompts import SpecialTexts
+from meshnet_gguf.route_source import (
+    OpenedRoute,
+    Outcome,
+    RouteSource,
+    StaticRoute,
+    TrackerRouteSource,
+)
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["KeptRouteSource", "ModelText", "OpenedRoute", "RouteSource", "ServedModel"]
+__all__ = ["KeptRouteSource", "ModelText", "ServedModel", "TrackedModelSource", "report"]
 
+_LOG = logging.getLogger("meshnet.gateway")
+_REPORT_SECONDS = 2.0
 _MAX_PIECES = 300_000
 
 
-class OpenedRoute(Protocol):
-    """A route as a source gives it."""
-
-    @property
-    def route(self) -> Route:
-        """The workers, at least the head."""
-
-    def session(self, **options: Any) -> Session:
-        """A session on it, see Route.session."""
-
-
-class RouteSource(Protocol):
-    """Gives a route for each answer."""
-
-    def open(self) -> contextlib.AbstractAsyncContextManager[OpenedRoute]:
-        """A route for one answer, given back with the block."""
-
-
-class _KeptRoute:
+class _KeptRoute(StaticRoute):
     def __init__(self, route: Route) -> None:
-        self.route = route
+        super().__init__(route)
         self.users = 0
-
-    def session(self, **options: Any) -> Session:
-        return self.route.session(**options)
 
 
 # After these nothing that was known of the workers need hold.
@@ -128,6 +115,41 @@ class KeptRouteSource:
         self._kept = None
         if kept is not None and not kept.users:
             await kept.route.close()
+
+
+class TrackedModelSource:
+    """Routes of a tracker. What it refuses is a MeshnetError, as everything else."""
+
+    def __init__(self, source: TrackerRouteSource) -> None:
+        self._source = source
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[OpenedRoute]:
+        """A session's route. Raises MeshnetError: NO_ROUTE, and what the workers say."""
+        try:
+            async with self._source.open() as tracked:
+                yield tracked
+        except ControlError as error:
+            raise _of_control(error) from error
+
+
+def _of_control(error: ControlError) -> MeshnetError:
+    # A tracker that is away or has forgotten leaves a model without a route, whatever it says.
+    known = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(f"REASON_{error.reason.name}")
+    if known is None or error.reason is Reason.PEER_UNREACHABLE:
+        return MeshnetError(errors_pb2.REASON_NO_ROUTE, f"the tracker says: {error}")
+    return MeshnetError(known.number, f"the tracker says: {error.message}")
+
+
+async def report(
+    opened: OpenedRoute, session: Session, outcome: Outcome, error: MeshnetError | None = None
+) -> None:
+    """Tells a route's source how a session ended; where it cannot be told, the log is."""
+    try:
+        async with asyncio.timeout(_REPORT_SECONDS):
+            await opened.report(session, outcome, error)
+    except (ControlError, TimeoutError) as failure:
+        _LOG.warning("the outcome of a session is not in the ledger: %s", failure)
 
 
 class ModelText:

@@ -51,6 +51,7 @@ async def fake_gateway(
     machines that run tests are busy.
     """
     admission = admission or Admission(max_active=8)
+    options = options or GatewayOptions(ready_seconds=30)
     async with (
         cluster_of(fake_specs(cuts, *flags)) as fake,
         contextlib.aclosing(
