@@ -3,12 +3,15 @@
 Starts one worker process per stage, each with only its own layers, asks them a question, then runs
 the whole model in one more worker with the same batch shapes and compares. Without --model it
 fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>. --fixture takes a
-small random model that the build makes: it writes gibberish, and parity is the point.
+small random model that the build makes: it writes gibberish, and parity is the point. --tracker
+starts a tracker and a node for each stage as well: the nodes start and register the workers, the
+tracker chooses the route, and its ledger has every stage's receipt in the end.
 
 Example:
 
     tools/bazel run //:demo -- --stages 3 --prompt "Name three planets." --max-tokens 48
     tools/bazel run //:demo -- --stages 4 --fixture deepseek4
+    tools/bazel run //:demo -- --stages 3 --tracker
 
 Exit code: 0, or 1 when anything fails or the two answers differ.
 """
@@ -22,7 +25,8 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -30,12 +34,14 @@ import rich.box
 import rich.console
 import rich.table
 from absl import app, flags
+from meshnet.errors import ControlError
 
 from meshnet_gguf import progress
 from meshnet_gguf.client import (
     ChatMessage,
     Finished,
     GenerationResult,
+    LayerRange,
     Metrics,
     PrefillProgress,
     Route,
@@ -45,10 +51,13 @@ from meshnet_gguf.client import (
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
+from meshnet_gguf.local_mesh import LocalMesh
 from meshnet_gguf.models import fetch_model
+from meshnet_gguf.route_source import Outcome, TrackerRouteSource
+from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["DemoResult", "StageResult", "main", "run_demo"]
+__all__ = ["DemoResult", "MeshResult", "StageResult", "main", "run_demo"]
 
 _MIB = 1024 * 1024
 _TEMPLATE_TOKENS = 512
@@ -63,6 +72,7 @@ _FIXTURE = flags.DEFINE_enum("fixture", None, ["deepseek4"], "A model of the bui
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Compute threads of each worker, 0 = the cores' share of a stage.", lower_bound=0
 )
+_TRACKER = flags.DEFINE_bool("tracker", False, "Run the chain through a tracker and nodes.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
 
@@ -84,6 +94,22 @@ class StageResult:
 
 
 @dataclass(frozen=True)
+class MeshResult:
+    """What the tracker had to do with it.
+
+    `nodes` are the route's hops in order, `reckoned_us` what routing reckoned with for a token.
+    `receipts` counts those of the ledger for the demo's sessions, `completed` those that say so.
+    """
+
+    admission: str
+    nodes: tuple[str, ...]
+    reckoned_us: int
+    sessions: int
+    receipts: int
+    completed: int
+
+
+@dataclass(frozen=True)
 class DemoResult:
     """What --json prints."""
 
@@ -98,6 +124,7 @@ class DemoResult:
     ttft_ms: float
     decode_tokens_per_s: float
     stages: tuple[StageResult, ...]
+    mesh: MeshResult | None = None
 
     @property
     def identical(self) -> bool:
@@ -113,44 +140,51 @@ async def run_demo(
     max_tokens: int,
     show_text: Callable[[str], None],
     threads: int = 0,
+    tracker: bool = False,
 ) -> DemoResult:
     """Runs chain and whole model; `show_text` gets the answer as it comes.
 
-    Without `model` it is the fake engine's, which proves no more than the way.
+    Without `model` it is the fake engine's, which proves no more than the way. With `tracker` nodes
+    run the chain's workers, and the route is the tracker's.
 
-    Raises MeshnetError.
+    Raises MeshnetError, with `tracker` also ControlError.
     """
     # A token is at least a byte; the rest is room for what the chat template adds.
     context = max_tokens + len(prompt.encode()) + _TEMPLATE_TOKENS
-    # Equal on all workers, as part of the recipe. One session at a time needs one slot's memory.
-    worker_flags = (
-        "--max_sessions=1",
-        f"--context_tokens={context}",
-        f"--threads={threads or share_of_cores(stages)}",
-    )
+    # Equal on all workers, as part of the recipe. One session at a time needs one slot's memory;
+    # a tracker hears of a slot that is free again with the next heartbeat.
+    worker_flags = {
+        "max_sessions": 2 if tracker else 1,
+        "context_tokens": context,
+        "threads": threads or share_of_cores(stages),
+    }
+    specs = _Specs(model, worker_flags)
     async with contextlib.AsyncExitStack() as stack:
         with progress.working("starting the whole model, for comparison"):
-            whole_cluster = await stack.enter_async_context(
-                LocalCluster([WorkerSpec(model=model, flags=worker_flags)])
-            )
+            whole_cluster = await stack.enter_async_context(LocalCluster([specs.worker(None)]))
             whole = await stack.enter_async_context(await open_route(whole_cluster.endpoints))
         ranges = split_layers(whole.capabilities[0].model_layers, stages)
-        with progress.working(f"starting {stages} workers"):
-            cluster = await stack.enter_async_context(
-                LocalCluster([WorkerSpec(layers, model, worker_flags) for layers in ranges])
-            )
-            chain = await stack.enter_async_context(await open_route(cluster.endpoints))
-        token_ids = await _prompt_token_ids(chain, prompt)
+        chain = await stack.enter_async_context(
+            _tracked_chain(specs, ranges) if tracker else _direct_chain(specs, ranges)
+        )
+        token_ids = await _prompt_token_ids(chain.route, prompt)
 
-        before = await chain.metrics()
+        before = await chain.route.metrics()
         async with chain.session() as session:
             answer = await _stream(session, token_ids, max_tokens, show_text)
-        after = await chain.metrics()
+        after = await chain.route.metrics()
 
         with progress.working("checking against the whole model"):
             rows = min(_LOGIT_ROWS, max_tokens)
-            reference = await _generate(whole, token_ids, max_tokens, return_logits=True)
-            again = await _generate(chain, token_ids, rows, return_logits=True)
+            async with whole.session() as session:
+                reference = await session.generate(
+                    token_ids, max_tokens=max_tokens, return_logits=True
+                ).result()
+            async with chain.session() as session:
+                again = await session.generate(
+                    token_ids, max_tokens=rows, return_logits=True
+                ).result()
+        mesh = await chain.mesh_result()
     difference = max_logit_difference(again.logits, reference.logits[:rows])
     identical = (
         answer.token_ids == reference.token_ids
@@ -168,8 +202,83 @@ async def run_demo(
         prompt_tokens=len(token_ids),
         ttft_ms=1000 * answer.time_to_first_token,
         decode_tokens_per_s=answer.decode_tokens_per_second,
-        stages=tuple(_stages(chain, before, after, len(token_ids), len(answer.token_ids))),
+        stages=tuple(_stages(chain.route, before, after, len(token_ids), len(answer.token_ids))),
+        mesh=mesh,
     )
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """What all workers have in common."""
+
+    model: pathlib.Path | None
+    flags: Mapping[str, int]
+
+    def worker(self, layers: LayerRange | None) -> WorkerSpec:
+        return WorkerSpec(layers, self.model, tuple(f"--{k}={v}" for k, v in self.flags.items()))
+
+
+async def _no_mesh() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """All stages' workers, and how a session on them is opened."""
+
+    route: Route
+    session: Callable[[], AbstractAsyncContextManager[Session]]
+    mesh_result: Callable[[], Awaitable[MeshResult | None]] = _no_mesh
+
+
+@contextlib.asynccontextmanager
+async def _direct_chain(specs: _Specs, ranges: Sequence[LayerRange]) -> AsyncIterator[_Chain]:
+    cluster = LocalCluster([specs.worker(layers) for layers in ranges])
+    with progress.working(f"starting {len(ranges)} workers"):
+        await cluster.__aenter__()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(cluster)
+        route = await stack.enter_async_context(await open_route(cluster.endpoints))
+        yield _Chain(route, route.session)
+
+
+@contextlib.asynccontextmanager
+async def _tracked_chain(specs: _Specs, ranges: Sequence[LayerRange]) -> AsyncIterator[_Chain]:
+    mesh = LocalMesh(ranges, model=specs.model, worker_flags=specs.flags)
+    with progress.working(f"starting a tracker and {len(ranges)} nodes"):
+        await mesh.__aenter__()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(mesh)
+        source = await stack.enter_async_context(TrackerRouteSource(mesh.trackers, mesh.model_id))
+        # For the table; the sessions go where the tracker says.
+        route = await stack.enter_async_context(await open_route(mesh.worker_endpoints()))
+        chosen: list[tracker_pb2.RouteResponse] = []
+
+        @contextlib.asynccontextmanager
+        async def tracked_session() -> AsyncIterator[Session]:
+            async with source.open() as tracked:
+                chosen.append(tracked.chosen)
+                async with tracked.session() as session:
+                    yield session
+                await tracked.report(session, Outcome.COMPLETED)
+
+        async def mesh_result() -> MeshResult:
+            receipts: list[tracker_pb2.Receipt] = []
+            for one in chosen:
+                request = tracker_pb2.ListReceiptsRequest(session_id=one.session_id)
+                receipts += (await source.tracker.list_receipts(request)).receipts
+            return MeshResult(
+                admission=tracker_pb2.Admission.Name(chosen[0].admission),
+                nodes=tuple(hop.node_id for hop in chosen[0].hops),
+                reckoned_us=chosen[0].total_us,
+                sessions=len(chosen),
+                receipts=len(receipts),
+                completed=sum(
+                    receipt.outcome == tracker_pb2.OUTCOME_COMPLETED for receipt in receipts
+                ),
+            )
+
+        yield _Chain(route, tracked_session, mesh_result)
 
 
 async def _prompt_token_ids(route: Route, prompt: str) -> list[int]:
@@ -196,15 +305,6 @@ async def _stream(
             if isinstance(event, Finished):
                 return generation.summary(event, "".join(text))
     raise AssertionError("a generation ends with Finished or an error")
-
-
-async def _generate(
-    route: Route, token_ids: Sequence[int], max_tokens: int, *, return_logits: bool
-) -> GenerationResult:
-    async with route.session() as session:
-        return await session.generate(
-            token_ids, max_tokens=max_tokens, return_logits=return_logits
-        ).result()
 
 
 def max_logit_difference(left: Sequence[bytes], right: Sequence[bytes]) -> float:
@@ -292,6 +392,13 @@ def print_table(result: DemoResult, console: rich.console.Console) -> None:
         f"{result.ttft_ms:.0f} ms",
     )
     console.print(table)
+    if result.mesh is not None:
+        console.print(
+            f"tracker: {' - '.join(result.mesh.nodes)}, {result.mesh.admission}; "
+            f"{result.mesh.receipts} receipts of {result.mesh.sessions} sessions, "
+            f"{result.mesh.completed} of them completed",
+            highlight=False,
+        )
     console.print(
         f"parity: {result.parity} ({len(result.token_ids)} tokens; logits of "
         f"{result.compared_logit_rows} rows, largest difference {result.max_logit_difference:g})",
@@ -322,6 +429,7 @@ async def _run(model: pathlib.Path, show_text: Callable[[str], None]) -> DemoRes
         max_tokens=_MAX_TOKENS.value,
         show_text=show_text,
         threads=_THREADS.value,
+        tracker=bool(_TRACKER.value),
     )
 
 
@@ -347,7 +455,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     try:
         result = asyncio.run(_run(_model(), (lambda _: None) if _JSON.value else _show_on_stdout))
-    except MeshnetError as error:
+    except (MeshnetError, ControlError) as error:
         sys.stderr.write(f"\ndemo: {error}\n")
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -63,3 +63,27 @@ async def test_deepseek4_over_four_stages_is_the_whole_model(model: pathlib.Path
     for stage in result.stages[:-1]:
         # Four streams of 128 floats, a position and a token id for each token.
         assert 4 * 128 * 4 + 8 <= stage.seam_bytes_sent_per_token <= 4 * 128 * 4 + 8 + 256
+
+
+@pytest.mark.parametrize("model", [None, MODEL], ids=["fake", "deepseek4"])
+async def test_the_main_job_through_tracker_and_nodes(model: pathlib.Path | None) -> None:
+    async with asyncio.timeout(END):
+        result = await run_demo(
+            model,
+            stages=3,
+            prompt="Hello",
+            max_tokens=20,
+            show_text=lambda _: None,
+            threads=1,
+            tracker=True,
+        )
+    assert result.identical
+    assert len(result.token_ids) == 20
+    assert [stage.layers for stage in result.stages] == [(0, 3), (3, 6), (6, 8)]
+    assert all(stage.seam_bytes_sent > 0 for stage in result.stages[:-1])
+    assert result.mesh is not None
+    assert result.mesh.admission == "ADMISSION_DARK_ADMITTED"
+    assert result.mesh.nodes == ("node-0", "node-1", "node-2")
+    assert result.mesh.reckoned_us > 0
+    assert result.mesh.sessions == 2
+    assert result.mesh.receipts == result.mesh.completed == 6

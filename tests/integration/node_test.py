@@ -13,12 +13,15 @@ import pytest
 from meshnet.testing.tracker_process import TrackerProcess
 from meshnet_gguf.local_cluster import worker_binary
 from meshnet_gguf.logged_process import PythonProgram
+from meshnet_gguf.manifest import Origin, make_manifest
 from meshnet_gguf.route_source import TrackerRouteSource
 from meshnet_gguf.testing.node_process import node_values, running_node, start_node, wait_gone
 
 from proto.meshnet.control.v1 import tracker_pb2
 
 END = 60.0
+MODEL = pathlib.Path(os.environ["DEEPSEEK4_MODEL"]).resolve()
+CHUNK_BYTES = 1 << 16
 BOS = 256
 
 
@@ -273,3 +276,37 @@ async def test_a_lane_without_a_record_is_visible_and_not_routed(tmp_path: pathl
     ):
         assert node.events("registered")[0]["admission"] == "ADMISSION_DARK"
         assert (await workers(tracker))["n1"].unroutable.startswith("dark: ")
+
+
+async def test_a_node_provisions_what_its_layers_need_and_serves_it(tmp_path: pathlib.Path) -> None:
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    (origin / MODEL.name).symlink_to(MODEL)
+    manifest = make_manifest([origin / MODEL.name], Origin(), chunk_bytes=CHUNK_BYTES)
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
+    async with tracked(tmp_path) as tracker:
+        values = node_values(
+            "n1",
+            tracker.endpoint,
+            (2, 4),
+            model={
+                "manifest": "manifest.json",
+                "sources": ["origin"],
+                "storage": "storage",
+            },
+            worker={"engine": "llama"},
+        )
+        values["worker"]["flags"] = {"threads": 1, "context_tokens": 64, "max_sessions": 1}
+        async with running_node(values, tmp_path) as node:
+            (done,) = node.events("provisioned")
+            assert done["artifact_sha256"] == manifest.artifact_sha256
+            assert 0 < int(str(done["fetched_bytes"])) < MODEL.stat().st_size
+            found = (await workers(tracker))["n1"].registration
+            assert found.labels["artifact_sha256"] == manifest.artifact_sha256
+            assert (found.span.begin, found.span.end, found.model_units) == (2, 4, 8)
+            assert found.step_us > 1
+            # The next incarnation reads nothing again.
+            os.kill(worker_pid(node), signal.SIGKILL)
+            await node.wait_event("registered", 2)
+            again = node.events("provisioned")[1]
+            assert (again["fetched_bytes"], again["kept_bytes"]) == (0, done["fetched_bytes"])

@@ -34,6 +34,7 @@ _OWN_FLAGS: Final = frozenset(
         "insecure",
         "layers",
         "listen",
+        "manifest",
         "model",
         "parent_pid",
         "port_file",
@@ -68,6 +69,10 @@ class NodeConfig:
     trackers: tuple[str, ...]
     model_id: str
     model_file: pathlib.Path | None = None
+    manifest: pathlib.Path | None = None
+    sources: tuple[str, ...] = ()
+    storage: pathlib.Path | None = None
+    sources_ca: pathlib.Path | None = None
     layers: LayerRange | None = None
     artifact_sha256: str = ""
     recipe_fingerprint: str = ""
@@ -130,8 +135,14 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
                 f"{section}.advertise: expected where others dial what listens on all addresses"
             )
     engine = worker.get("engine", "llama")
-    if (engine == "llama") != ("file" in model):
-        raise _invalid("model.file: expected one for the engine llama, and none for fake")
+    if (engine == "llama") != (("file" in model) != ("manifest" in model)):
+        raise _invalid(
+            "model: expected either file or manifest for the engine llama, and none for fake"
+        )
+    if len({name in model for name in ("manifest", "sources", "storage")}) != 1 or (
+        "sources_ca" in model and "manifest" not in model
+    ):
+        raise _invalid("model: expected manifest, sources and storage together")
     flags = {name: _flag(value) for name, value in worker.get("flags", {}).items()}
     if own := sorted(flags.keys() & _OWN_FLAGS):
         raise _invalid(f"worker.flags: {', '.join(own)} follow from the rest of the file")
@@ -143,13 +154,23 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
         tls = TlsFiles(
             *(base / values["tls"][name] for name in ("certificate", "key", "authority"))
         )
-    file, binary = model.get("file"), worker.get("binary")
+    binary = worker.get("binary")
+    paths = {
+        name: base / model[name] if name in model else None
+        for name in ("file", "manifest", "storage", "sources_ca")
+    }
     return NodeConfig(
         node_id=node["id"],
         folder=base / node["folder"],
         trackers=tuple(tracker["endpoints"]),
         model_id=model["id"],
-        model_file=None if file is None else base / file,
+        model_file=paths["file"],
+        manifest=paths["manifest"],
+        sources=tuple(
+            place if "://" in place else str(base / place) for place in model.get("sources", [])
+        ),
+        storage=paths["storage"],
+        sources_ca=paths["sources_ca"],
         layers=layers,
         artifact_sha256=model.get("artifact_sha256", ""),
         recipe_fingerprint=model.get("recipe_fingerprint", ""),

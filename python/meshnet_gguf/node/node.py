@@ -4,7 +4,8 @@
 
 Each start of the worker is an incarnation:
 
-1. the program's hash is compared with the configured one, the process started, and awaited;
+1. what its layers need of the artifact is provisioned, the program's hash compared with the
+   configured one, the process started, and awaited;
 2. what it says of itself (artifact, recipe, range) is compared with the configuration and with the
    node's first incarnation, and only then registered;
 3. it is probed, and its load reported, until it ends, stops answering, or the node is to end: then
@@ -26,7 +27,7 @@ import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from meshnet.clock import Clock, SystemClock
 from meshnet.errors import ControlError, Reason
@@ -45,6 +46,7 @@ from meshnet_gguf.client import (
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import WorkerProcess, WorkerSpec, worker_binary
+from meshnet_gguf.manifest import read_manifest
 from meshnet_gguf.node.config import NodeConfig, Supervision
 from meshnet_gguf.node.measure import (
     NODE_LABEL,
@@ -53,6 +55,7 @@ from meshnet_gguf.node.measure import (
     measure_peers,
     neighbours,
 )
+from meshnet_gguf.provision import Provisioned, open_sources, provision
 from meshnet_gguf.registration import (
     MACHINE_MEMORY_LABEL,
     PeerMeasurement,
@@ -64,6 +67,8 @@ from proto.meshnet.control.v1 import node_pb2_grpc, tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["Backoff", "Log", "Node"]
+
+_Result = TypeVar("_Result")
 
 # Called with an event's name and its fields.
 Log = Callable[..., None]
@@ -88,6 +93,15 @@ class Backoff:
         pause = self._next
         self._next = min(pause * 2, self._supervision.backoff_most_ms)
         return pause
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A program that was checked, and what it is started with."""
+
+    binary: pathlib.Path
+    binary_sha256: str
+    spec: WorkerSpec
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,10 @@ class Node:
 
     async def _incarnation(self, tracker: TrackerClient, ended: asyncio.Event) -> int:
         """One worker process from start to end; how long it served, milliseconds."""
-        worker = await self._start()
+        start = await _first(self._prepare(), ended)
+        if start is None:
+            return 0
+        worker = await self._start(start)
         grace = 0.0
         try:
             if not await self._ready(worker, ended):
@@ -203,7 +220,8 @@ class Node:
             code = await worker.stop(grace) if grace else await worker.kill()
             self._log("worker_ended", incarnation=self.incarnation, pid=worker.pid, exit_code=code)
 
-    async def _start(self) -> WorkerProcess:
+    async def _prepare(self) -> _Start:
+        """Everything that has to be here before the worker starts."""
         config = self.config
         binary = config.binary or worker_binary()
         found = await asyncio.to_thread(_sha256, binary)
@@ -213,34 +231,77 @@ class Node:
                 f"expected the worker program {binary} with SHA-256 {config.binary_sha256}, "
                 f"got {found}; install the release that the configuration names",
             )
+        return _Start(binary, found, self._spec(await self._provision()))
+
+    async def _start(self, start: _Start) -> WorkerProcess:
+        config = self.config
         logs = config.folder / "logs"
         logs.mkdir(exist_ok=True)
         log = logs / f"worker-{time.time_ns() // 1_000_000}-{self.incarnation}.log"
         for old in sorted(logs.glob("worker-*.log"))[: -config.keep_logs + 1 or None]:
             old.unlink(missing_ok=True)
         try:
-            worker = await WorkerProcess.start(self._spec(), log, binary=binary)
+            worker = await WorkerProcess.start(start.spec, log, binary=start.binary)
         except OSError as error:
             raise MeshnetError(
                 errors_pb2.REASON_CONFIGURATION_INVALID,
-                f"expected a program at {binary}: {error}",
+                f"expected a program at {start.binary}: {error}",
             ) from error
         self._starts.inc()
         self._log(
             "worker_started",
             incarnation=self.incarnation,
             pid=worker.pid,
-            binary_sha256=found,
+            binary_sha256=start.binary_sha256,
             log=str(log),
         )
         return worker
 
-    def _spec(self) -> WorkerSpec:
+    async def _provision(self) -> Provisioned | None:
+        """Brings the artifact here, if the configuration says how. What is here is not read again.
+
+        Raises MeshnetError as provision() does.
+        """
         config = self.config
+        if config.manifest is None:
+            return None
+        assert config.storage is not None
+        manifest = await asyncio.to_thread(read_manifest, config.manifest)
+        if config.artifact_sha256 and manifest.artifact_sha256 != config.artifact_sha256:
+            raise MeshnetError(
+                errors_pb2.REASON_ARTIFACT_MISMATCH,
+                f"expected artifact {config.artifact_sha256}, the manifest is of "
+                f"{manifest.artifact_sha256}",
+            )
+        layers = config.layers
+        async with open_sources(config.sources, ca_file=config.sources_ca) as sources:
+            done = await provision(
+                manifest,
+                sources,
+                config.storage,
+                layers=None if layers is None else (layers.begin, layers.end),
+            )
+        self._log(
+            "provisioned",
+            artifact_sha256=done.artifact_sha256,
+            folder=str(done.folder),
+            fetched_bytes=done.fetched_bytes,
+            kept_bytes=done.kept_bytes,
+        )
+        return done
+
+    def _spec(self, provisioned: Provisioned | None) -> WorkerSpec:
+        config = self.config
+        model = config.model_file
         flags = [f"--listen={config.worker_listen}"]
         flags.append(f"--drain_timeout={config.supervision.drain_ms}ms")
-        if config.artifact_sha256:
-            flags.append(f"--artifact_sha256={config.artifact_sha256}")
+        artifact = config.artifact_sha256
+        if provisioned is not None:
+            model = provisioned.model
+            artifact = provisioned.artifact_sha256
+            flags.append(f"--manifest={provisioned.manifest}")
+        if artifact:
+            flags.append(f"--artifact_sha256={artifact}")
         if config.recipe_fingerprint:
             flags.append(f"--recipe_fingerprint={config.recipe_fingerprint}")
         if config.tls is not None:
@@ -252,29 +313,20 @@ class Node:
         if config.insecure:
             flags.append("--insecure")
         flags += [f"--{name}={value}" for name, value in config.worker_flags.items()]
-        return WorkerSpec(config.layers, config.model_file, tuple(flags))
+        return WorkerSpec(config.layers, model, tuple(flags))
 
     async def _ready(self, worker: WorkerProcess, ended: asyncio.Event) -> bool:
         """Waits until the worker serves; False when the node is to end first."""
         within = self.config.supervision.ready_within_ms / 1000
-        waiting = asyncio.create_task(
-            worker.wait_ready(
-                within, credentials=self._credentials(), allow_insecure=self.config.insecure
-            )
+        ready = worker.wait_ready(
+            within, credentials=self._credentials(), allow_insecure=self.config.insecure
         )
-        ending = asyncio.create_task(ended.wait())
         try:
-            await asyncio.wait({waiting, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                return False
-            await waiting
+            return await _first(_then_true(ready), ended) is not None
         except MeshnetError as error:
             if worker.exit_code == _EXIT_BIND:
                 raise MeshnetError(errors_pb2.REASON_NOT_READY, error.message) from error
             raise
-        finally:
-            await _cancelled(waiting, ending)
-        return True
 
     def _check(self, capability: Capability) -> None:
         """Compares what the worker is with what it is meant to be.
@@ -521,12 +573,7 @@ class Node:
 
     async def _until(self, ended: asyncio.Event, milliseconds: int) -> None:
         """Waits that long, or until the node is to end."""
-        pause = asyncio.ensure_future(self._clock.sleep_ms(milliseconds))
-        ending = asyncio.create_task(ended.wait())
-        try:
-            await asyncio.wait({pause, ending}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancelled(pause, ending)
+        await _first(_then_true(self._clock.sleep_ms(milliseconds)), ended)
 
 
 class _Watch:
@@ -552,6 +599,22 @@ class _Watch:
 
 def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work)
+
+
+async def _then_true(work: Awaitable[None]) -> bool:
+    await work
+    return True
+
+
+async def _first(work: Coroutine[Any, Any, _Result], ended: asyncio.Event) -> _Result | None:
+    """What `work` gives or raises; None, and the work cancelled, when `ended` is set first."""
+    working = asyncio.create_task(work)
+    ending = asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        await _cancelled(working, ending)
 
 
 async def _cancelled(*tasks: Awaitable[Any]) -> None:
