@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshnet_gguf.chat import ChatMessage
-from meshnet_gguf.client import Vocabulary, WorkerClient
+from meshnet_gguf.client import Vocabulary
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._requests import ChatRequest, Message
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["SpecialTexts", "chat_pieces", "chat_prompt"]
+__all__ = ["SpecialTexts", "chat_pieces"]
 
 _MAX_CUTS = 256
 # The private use area of the basic plane: nobody's text, and one escape in JSON.
@@ -203,17 +203,3 @@ async def chat_pieces(
         eos_token=vocabulary.special_text("eos"),
     )
     return specials.pieces(rendered, marker)
-
-
-async def chat_prompt(
-    renderer: TemplateRenderer,
-    head: WorkerClient,
-    vocabulary: Vocabulary,
-    specials: SpecialTexts,
-    request: ChatRequest,
-) -> list[int]:
-    """The tokens of a conversation. Raises MeshnetError."""
-    token_ids: list[int] = []
-    for piece in await chat_pieces(renderer, vocabulary, specials, request):
-        token_ids += await head.tokenize(piece, add_special=False, parse_special=True)
-    return token_ids

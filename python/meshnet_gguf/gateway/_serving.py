@@ -21,7 +21,7 @@ from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._answers import Answer, ChatForm, CompletionForm, TokenLogprobs, Usage
 from meshnet_gguf.gateway._failures import RequestError
 from meshnet_gguf.gateway._generation import Begun, Ended, Piece, pieces_of
-from meshnet_gguf.gateway._prompts import chat_prompt
+from meshnet_gguf.gateway._prompts import chat_pieces
 from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, SamplingRequest
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
 from meshnet_gguf.gateway.routes import ModelText, ServedModel, report
@@ -299,14 +299,21 @@ class Serving:
         self, request: ChatRequest | CompletionRequest, route: Route, text: ModelText
     ) -> list[_Job]:
         if isinstance(request, ChatRequest):
+            pieces = await chat_pieces(self._renderer, text.vocabulary, text.specials, request)
             prompts = [
-                await chat_prompt(
-                    self._renderer, route.head, text.vocabulary, text.specials, request
-                )
+                [
+                    token_id
+                    for piece in pieces
+                    for token_id in await text.tokenize(
+                        route.head, piece, add_special=False, parse_special=True
+                    )
+                ]
             ]
         else:
             prompts = [
-                prompt if isinstance(prompt, list) else await route.head.tokenize(prompt)
+                prompt
+                if isinstance(prompt, list)
+                else await text.tokenize(route.head, prompt, add_special=True, parse_special=False)
                 for prompt in request.prompts
             ]
         if not all(prompts):

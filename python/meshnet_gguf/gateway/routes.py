@@ -40,6 +40,8 @@ __all__ = ["KeptRouteSource", "ModelText", "ServedModel", "TrackedModelSource", 
 _LOG = logging.getLogger("meshnet.gateway")
 _REPORT_SECONDS = 2.0
 _MAX_PIECES = 300_000
+# A worker lets some dozens wait for its tokenizer and refuses more; many requests may come at once.
+_TOKENIZER_CALLS = 16
 
 
 class _KeptRoute(StaticRoute):
@@ -161,6 +163,14 @@ class ModelText:
             [token.piece.decode("utf-8", "replace") for token in vocabulary.special_tokens]
         )
         self._pieces: dict[int, bytes] = {}
+        self._tokenizing = asyncio.Semaphore(_TOKENIZER_CALLS)
+
+    async def tokenize(
+        self, head: WorkerClient, text: str, *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        """Token ids of `text`, see WorkerClient.tokenize. Raises MeshnetError."""
+        async with self._tokenizing:
+            return await head.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     async def pieces(self, head: WorkerClient, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token. Raises MeshnetError."""
