@@ -28,7 +28,7 @@ from meshnet.errors import ControlError
 from meshnet_gguf.errors import MeshnetError
 
 from benchmarks.chart import render_bars
-from benchmarks.control import provisioning_section, relay_section, tracker_section
+from benchmarks.control import chaos_section, provisioning_section, relay_section, tracker_section
 from benchmarks.control.cores import reserve_core
 from benchmarks.control.metrics import Metric, Section, Settings, say
 
@@ -36,6 +36,7 @@ SECTIONS: Mapping[str, Section] = {
     "tracker": tracker_section.measure,
     "relay": relay_section.measure,
     "provisioning": provisioning_section.measure,
+    "chaos": chaos_section.measure,
 }
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
