@@ -82,12 +82,14 @@ def make_registration(
             f"expected the fingerprint of the recipe's fields, {computed}, from worker "
             f"{where.endpoint}, got {capability.recipe_fingerprint}",
         )
+    span = capability.layers.end - capability.layers.begin
     labels = {
         "architecture": capability.architecture,
         "artifact_sha256": capability.artifact_sha256,
         "batch_policy": capability.batch_policy,
         "context_tokens": str(capability.context_tokens),
         "engine": capability.engine,
+        "layer_us": str(metrics.warm_up_step_us // max(1, span)),
         "evidence": capability.evidence,
         "cache_budget_bytes": str(metrics.kv_budget_bytes),
         "owned_tensor_bytes": str(capability.owned_tensor_bytes),

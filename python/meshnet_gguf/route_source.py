@@ -26,7 +26,6 @@ from meshnet.tracker_client import TrackerClient
 from meshnet.transport import TlsFiles
 
 from meshnet_gguf.client import (
-    Endpoint,
     LayerRange,
     Route,
     RouteHop,
@@ -34,7 +33,6 @@ from meshnet_gguf.client import (
     StageReceipt,
     TlsCredentials,
     WorkerClient,
-    open_route,
 )
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.control.v1 import tracker_pb2
@@ -47,7 +45,7 @@ __all__ = [
     "OpenedRoute",
     "Outcome",
     "RouteSource",
-    "StaticRouteSource",
+    "StaticRoute",
     "TrackedRoute",
     "TrackerRouteSource",
     "worker_credentials",
@@ -107,29 +105,6 @@ class StaticRoute:
         self, session: Session, outcome: Outcome, error: MeshnetError | None = None
     ) -> None:
         """Nobody is told."""
-
-
-class StaticRouteSource:
-    """The same workers for everyone."""
-
-    def __init__(
-        self,
-        endpoints: Sequence[str | Endpoint],
-        *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
-    ) -> None:
-        self._endpoints = tuple(endpoints)
-        self._credentials = credentials
-        self._allow_insecure = allow_insecure
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[StaticRoute]:
-        """Asks the workers what they have. Raises MeshnetError as open_route() does."""
-        async with await open_route(
-            self._endpoints, credentials=self._credentials, allow_insecure=self._allow_insecure
-        ) as route:
-            yield StaticRoute(route)
 
 
 class TrackedRoute:
@@ -331,7 +306,8 @@ def _receipt(
 ) -> tracker_pb2.Receipt:
     layers = _layers(hop)
     failed_here = False
-    if error is not None:
+    # No worker's fault is what nothing but another request helps against.
+    if error is not None and error.recovery != errors_pb2.RECOVERY_FIX_REQUEST:
         # A line that broke without a stage's name is the client's own, to the head.
         lost = error.reason in (errors_pb2.REASON_PEER_LOST, errors_pb2.REASON_PEER_UNREACHABLE)
         at_head = error.stage is None and lost and layers.begin == 0

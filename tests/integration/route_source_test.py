@@ -12,14 +12,14 @@ from meshnet_gguf.client import LayerRange, Route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster
 from meshnet_gguf.registration import Whereabouts, make_load, make_registration
-from meshnet_gguf.route_source import Outcome, StaticRouteSource, TrackerRouteSource
+from meshnet_gguf.route_source import Outcome, TrackerRouteSource
 from meshnet_gguf.testing.cluster import cluster_of, fake_cluster, fake_specs
 
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
 BOS = 256
-END = 30.0
+END = 60.0
 
 
 async def register(tracker: TrackerProcess, route: Route, model_id: str = "m") -> None:
@@ -183,9 +183,14 @@ async def test_a_second_tracker_takes_over(tmp_path: pathlib.Path) -> None:
         assert dead.endpoint in caught.value.message
 
 
-async def test_workers_that_are_named_need_no_tracker() -> None:
-    async with fake_cluster() as fake:
-        source = StaticRouteSource(fake.cluster.endpoints)
-        async with source.open() as route, route.session() as session:
-            assert len((await session.generate([BOS], max_tokens=3).result()).token_ids) == 3
-            await route.report(session, Outcome.COMPLETED)
+async def test_a_request_that_cannot_succeed_is_no_workers_failure(tmp_path: pathlib.Path) -> None:
+    async with tracked(tmp_path) as tracker, fake_cluster() as fake:
+        await register(tracker, fake.route)
+        async with TrackerRouteSource([tracker.endpoint], "m") as source, source.open() as route:
+            async with route.session() as session:
+                with pytest.raises(MeshnetError) as caught:
+                    await session.generate([100_000], max_tokens=3).result()
+            await route.report(session, Outcome.FAILED, caught.value)
+        for receipt in (await receipts(tracker)).values():
+            assert receipt.outcome == tracker_pb2.OUTCOME_UNVERIFIED
+            assert receipt.reason == "TOKEN_OUT_OF_RANGE"

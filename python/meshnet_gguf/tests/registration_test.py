@@ -66,6 +66,7 @@ def test_every_word_has_its_place() -> None:
         "evidence": "FIXTURE",
         "cache_budget_bytes": "1000",
         "resident_bytes": "5",
+        "layer_us": "125",
         "context_tokens": "128",
     }
     assert labels.items() <= dict(found.labels).items()
