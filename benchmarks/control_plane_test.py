@@ -18,7 +18,14 @@ def test_quick_run(tmp_path: pathlib.Path) -> None:
     for metric in found.values():
         assert set(metric) == {"name", "value", "unit", "bar", "holds"}
     barred = {name: metric["bar"] for name, metric in found.items() if metric["bar"]}
-    may_be_nothing = {
+    never = {
+        "chaos_broken_requests",
+        "chaos_ghost_registrations",
+        "chaos_leaked_sessions",
+        "chaos_ledger_faults",
+        "chaos_orphans",
+    }
+    may_be_nothing = never | {
         "relay_added_p99_ms",
         "provision_resume_refetched_bytes",
         "provision_resume_reread_mb",
@@ -36,8 +43,11 @@ def test_quick_run(tmp_path: pathlib.Path) -> None:
             "provision_of_plain_copy": ">= 0.8",
             "provision_resume_refetched_bytes": "<= 0",
             "provision_resume_reread_mb": "<= 1",
+            "chaos_slowest_s": "<= 20",
+            **dict.fromkeys(never, "<= 0"),
         }.items()
     )
+    assert [name for name in never if found[name]["value"]] == []
     assert all(found[name]["value"] > 0 for name in barred if name not in may_be_nothing)
     picture = ET.parse(target.with_suffix(".svg")).getroot()
     shown = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
