@@ -19,6 +19,7 @@ The folder gets its name in one step, once everything that was asked for is in i
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -185,6 +186,8 @@ class ProvisionedSet:
         with self._lock:
             self.verified[file.name].difference_update(chunks)
         self._close_journal()
+        if (self.folder / RECORD_NAME).exists():  # it says otherwise
+            self._write_record()
         self._begin_journal()
 
     def _sync(self) -> None:
@@ -226,6 +229,16 @@ class ProvisionedSet:
         for file in self.manifest.files:
             os.fchmod(self._descriptors[file.name], 0o444 if self.is_whole(file) else 0o644)
         self._replace(MANIFEST_NAME, self.manifest.to_bytes())
+        self._write_record()
+        self._close_journal()
+        (self.folder / _JOURNAL_NAME).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        if self.folder != self.final:
+            self.folder.rename(self.final)
+            self.folder = self.final
+            sync_folder(self.final.parent)
+
+    def _write_record(self) -> None:
         record = {
             "artifact_sha256": self.manifest.artifact_sha256,
             "files": [
@@ -238,13 +251,6 @@ class ProvisionedSet:
             "schema": _SCHEMA,
         }
         self._replace(RECORD_NAME, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
-        self._close_journal()
-        (self.folder / _JOURNAL_NAME).unlink(missing_ok=True)
-        sync_folder(self.folder)
-        if self.folder != self.final:
-            self.folder.rename(self.final)
-            self.folder = self.final
-            sync_folder(self.final.parent)
 
     def _replace(self, name: str, content: bytes) -> None:
         path = self.folder / name
@@ -324,22 +330,31 @@ class ChunkWriter:
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    try:
+    with _full_disk_named():
         while data:
             written = os.pwrite(descriptor, data, offset)
             data = data[written:]
             offset += written
-    except OSError as error:
-        raise MeshnetError(
-            errors_pb2.REASON_STORAGE_FULL,
-            f"cannot write to storage ({error.strerror}); what was fetched so far is kept",
-        ) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    with _full_disk_named():
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+
+@contextlib.contextmanager
+def _full_disk_named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise MeshnetError(
+            errors_pb2.REASON_STORAGE_FULL,
+            f"cannot write to storage ({error.strerror}); what was verified so far is kept",
+        ) from error
 
 
 def _boot_id() -> str:

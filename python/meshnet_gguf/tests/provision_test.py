@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gzip
 import hashlib
 import itertools
@@ -306,6 +307,43 @@ async def test_damage_is_found_and_repaired_when_asked(
     again = await provisioned(split, [folder], to, recheck=True)
     assert is_right(again)
     assert again.fetched_bytes == CHUNK
+
+
+async def test_known_damage_is_not_forgotten(
+    split: Manifest, folder: pathlib.Path, to: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """A check that finds damage and cannot mend it, and a later call that checks nothing."""
+    done = await provisioned(split, [folder], to)
+    path = done.folder / SPLIT[2].name
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(7 * CHUNK)
+        file.write(b"damage")
+    error = await refusal(split, [tmp_path / "absent"], to, recheck=True)
+    assert error.reason == errors_pb2.REASON_ARTIFACT_UNREADABLE
+    again = await provisioned(split, [folder], to)
+    assert again.fetched_bytes == CHUNK
+    assert is_right(again)
+
+
+async def test_a_disk_that_is_full_after_all(
+    split: Manifest, server: ModelServer, to: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset >= 3_000_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        error = await refusal(split, [server.url], to, parallel=1)
+    assert error.reason == errors_pb2.REASON_STORAGE_FULL
+    assert "No space left" in error.message
+    done = await provisioned(split, [server.url], to)
+    assert is_right(done)
+    assert done.kept_bytes > 2_900_000
 
 
 # Layers.
