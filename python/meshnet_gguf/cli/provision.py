@@ -1,7 +1,7 @@
 """Brings an artifact, or what some layers need of it, onto this machine, and checks every byte.
 
     meshnet provision manifest.json --from https://example.org/models/v4 --to /srv/models
-    meshnet provision manifest.json --from /mnt/models --layers 0:12 --to /srv/models
+    meshnet provision manifest.json --from /mnt/models --layers 0:12
     meshnet provision manifest.json --from https://a.example/v4,/mnt/models --to /srv/models
 
 The set becomes the folder TO/ARTIFACT: files, manifest.json, provisioned.json. Run it again after
@@ -20,15 +20,25 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from meshnet_gguf.cli import output
+from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.manifest import Manifest, read_manifest
 from meshnet_gguf.provision import Options, Provisioned, open_sources, provision
+from meshnet_gguf.storage import storage_root
+from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
 
 _FROM = flags.DEFINE_list(
     "from", [], "Folders and https addresses that hold the files; they share the work."
 )
-_TO = flags.DEFINE_string("to", None, "Folder that the set is put into, not under /home.")
+_TO = flags.DEFINE_string(
+    "to",
+    None,
+    "Folder that the set is put into, not under /home; without it `models` in $MESHNET_STORAGE.",
+)
+_ARTIFACT = flags.DEFINE_string(
+    "artifact", None, "Refuse a manifest of another artifact than this SHA-256."
+)
 _LAYERS = flags.DEFINE_string(
     "layers", None, "Half-open range of layers, BEGIN:END; without it the whole artifact."
 )
@@ -49,11 +59,18 @@ def run(arguments: Sequence[str]) -> int:
     """The command."""
     if len(arguments) != 1:
         raise app.UsageError(f"expected one manifest, got {len(arguments)}")
-    if not _FROM.value or not _TO.value:
-        raise app.UsageError("expected --from and --to")
+    if not _FROM.value:
+        raise app.UsageError("expected --from")
     layers = _parse_layers(_LAYERS.value)
     manifest = read_manifest(output.given_path(arguments[0]))
-    done = asyncio.run(_provision(manifest, output.given_path(_TO.value), layers))
+    if _ARTIFACT.value and _ARTIFACT.value != manifest.artifact_sha256:
+        raise MeshnetError(
+            errors_pb2.REASON_ARTIFACT_MISMATCH,
+            f"expected the manifest of artifact {_ARTIFACT.value}, {arguments[0]} is that of "
+            f"{manifest.artifact_sha256}",
+        )
+    to = output.given_path(_TO.value) if _TO.value else storage_root() / "models"
+    done = asyncio.run(_provision(manifest, to, layers))
     if output.wants_json():
         output.print_json(
             {

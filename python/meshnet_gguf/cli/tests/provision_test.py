@@ -78,7 +78,7 @@ def test_help_has_examples() -> None:
         (("manifest",), "expected GGUF files or a folder"),
         (("manifest", "a.gguf", "--json"), "expected --out"),
         (("manifest", "--show"), "expected one manifest to show"),
-        (("provision", "m.json"), "expected --from and --to"),
+        (("provision", "m.json"), "expected --from"),
         (("provision", "--from=a", "--to=b"), "expected one manifest"),
         (("provision", "m", "--from=a", "--to=b", "--layers=3"), "expected --layers BEGIN:END"),
         (("provision", "m", "--from=a", "--to=b", "--layers=3:3"), "expected --layers BEGIN:END"),
@@ -102,6 +102,8 @@ def test_refusals_are_named(
     to = f"--to={tmp_path}/storage"
     failed = answer("provision", manifest, source, to, "--layers=0:9", code=1)
     assert failed["error"]["reason"] == "LAYER_RANGE_INVALID"
+    failed = answer("provision", manifest, source, to, f"--artifact={'0' * 64}", code=1)
+    assert failed["error"]["reason"] == "ARTIFACT_MISMATCH"
     manifest.write_text(manifest.read_text() + "\n")
     failed = answer("provision", manifest, source, to, code=1)
     assert failed["error"]["reason"] == "MANIFEST_INVALID"
@@ -120,6 +122,18 @@ def test_layers_from_a_folder(
     for path in SPLIT:
         found = pathlib.Path(whole["folder"]) / path.name
         assert found.read_bytes() == path.read_bytes()
+
+
+def test_storage_is_where_it_is_configured(
+    manifest: pathlib.Path,
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MESHNET_STORAGE", str(tmp_path / "configured"))
+    identity = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    done = answer("provision", manifest, f"--from={folder}", f"--artifact={identity}")
+    assert done["folder"] == str(tmp_path / "configured" / "models" / identity)
 
 
 def test_killed_and_resumed(
