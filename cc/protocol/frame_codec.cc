@@ -36,6 +36,8 @@ constexpr size_t kSessionIdBytes = 16;
 constexpr size_t kMaxWorkIdBytes = 64;
 constexpr int kMaxHops = 64;
 constexpr size_t kMaxEndpointBytes = 255;
+constexpr size_t kMaxPeerIdBytes = 128;
+constexpr size_t kMaxRouteTokenBytes = 1024;
 constexpr int kMaxTopLogprobs = 20;
 
 // Hard bounds of v1::Limits.
@@ -480,8 +482,8 @@ absl::Status RouteInvalid(absl::string_view message) {
   return MakeError(v1::REASON_ROUTE_INVALID, message);
 }
 
-bool IsIdentifier(absl::string_view text) {
-  if (text.empty() || text.size() > kMaxWorkIdBytes) return false;
+bool IsIdentifier(absl::string_view text, size_t max_bytes = kMaxWorkIdBytes) {
+  if (text.empty() || text.size() > max_bytes) return false;
   return std::all_of(text.begin(), text.end(), [](char c) {
     return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == ':' ||
            c == '-';
@@ -929,6 +931,14 @@ absl::Status ValidateRoute(const v1::Route& route) {
       return RouteInvalid(absl::StrCat("expected an endpoint of 1-255 bytes for hop ", i, ", got ",
                                        hop.endpoint().size(), " bytes"));
     }
+    if (!hop.relay_peer_id().empty()) {
+      const absl::Status peer = ValidatePeerId(hop.relay_peer_id());
+      if (!peer.ok()) return RouteInvalid(absl::StrCat("hop ", i, ": ", peer.message()));
+    }
+    if (hop.route_token().size() > kMaxRouteTokenBytes) {
+      return RouteInvalid(absl::StrCat("expected a route_token of at most ", kMaxRouteTokenBytes,
+                                       " bytes for hop ", i, ", got ", hop.route_token().size()));
+    }
     if (hop.range().begin() != next || hop.range().end() <= hop.range().begin()) {
       return RouteInvalid(absl::StrCat("expected hop ", i, " to begin at layer ", next,
                                        " and hold at least one layer, got [", hop.range().begin(),
@@ -948,6 +958,13 @@ absl::Status ValidateWorkId(absl::string_view work_id) {
   return MakeError(v1::REASON_FIELD_OUT_OF_BOUNDS,
                    absl::StrCat("expected a work_id of 1-64 bytes of [A-Za-z0-9._:-], got ",
                                 Quoted(work_id), " (", work_id.size(), " bytes)"));
+}
+
+absl::Status ValidatePeerId(absl::string_view peer_id) {
+  if (IsIdentifier(peer_id, kMaxPeerIdBytes)) return absl::OkStatus();
+  return MakeError(v1::REASON_FIELD_OUT_OF_BOUNDS,
+                   absl::StrCat("expected a peer id of 1-128 bytes of [A-Za-z0-9._:-], got ",
+                                Quoted(peer_id), " (", peer_id.size(), " bytes)"));
 }
 
 }  // namespace meshnet

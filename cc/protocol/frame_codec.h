@@ -133,6 +133,8 @@ v1::LayerRange ToProto(const LayerRange& range);
 absl::Status ValidateRoute(const v1::Route& route);
 // FIELD_OUT_OF_BOUNDS unless 1-64 bytes of [A-Za-z0-9._:-].
 absl::Status ValidateWorkId(absl::string_view work_id);
+// FIELD_OUT_OF_BOUNDS unless it is 1-128 bytes of [A-Za-z0-9._:-].
+absl::Status ValidatePeerId(absl::string_view peer_id);
 
 }  // namespace meshnet
 

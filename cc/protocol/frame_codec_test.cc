@@ -381,6 +381,10 @@ v1::Route GoodRoute() {
 
 TEST(ValidateRouteTest, WantsFullCoverageWithinBounds) {
   EXPECT_TRUE(ValidateRoute(GoodRoute()).ok());
+  v1::Route relayed = GoodRoute();
+  relayed.mutable_hops(1)->set_relay_peer_id(std::string(128, 'p'));
+  relayed.mutable_hops(1)->set_route_token(std::string(1024, 't'));
+  EXPECT_TRUE(ValidateRoute(relayed).ok());
   const std::vector<std::function<void(v1::Route*)>> changes = {
       [](v1::Route* r) { r->set_route_session_id("x"); },
       [](v1::Route* r) { r->set_route_epoch(0); },
@@ -394,6 +398,9 @@ TEST(ValidateRouteTest, WantsFullCoverageWithinBounds) {
       [](v1::Route* r) { r->mutable_hops(2)->mutable_range()->set_end(4); },
       [](v1::Route* r) { r->mutable_hops(1)->clear_endpoint(); },
       [](v1::Route* r) { r->mutable_hops(1)->set_endpoint(std::string(256, 'h')); },
+      [](v1::Route* r) { r->mutable_hops(1)->set_relay_peer_id("two words"); },
+      [](v1::Route* r) { r->mutable_hops(1)->set_relay_peer_id(std::string(129, 'p')); },
+      [](v1::Route* r) { r->mutable_hops(1)->set_route_token(std::string(1025, 't')); },
       [](v1::Route* r) {
         r->clear_hops();
         for (uint32_t i = 0; i < 65; ++i) {

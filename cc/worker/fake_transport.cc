@@ -140,9 +140,9 @@ class FakeNetwork::NetworkDialer : public Dialer {
  public:
   explicit NetworkDialer(FakeNetwork* network) : network_(network) {}
 
-  absl::Status Dial(Method method, const std::string& endpoint, const std::string& route_token,
-                    std::shared_ptr<StreamHandler> handler,
+  absl::Status Dial(Method method, const DialTarget& target, std::shared_ptr<StreamHandler> handler,
                     std::shared_ptr<Stream>* stream) override {
+    const std::string& endpoint = target.endpoint;
     auto connection = std::make_shared<Connection>();
     connection->method = method;
     connection->endpoint = endpoint;
@@ -170,7 +170,7 @@ class FakeNetwork::NetworkDialer : public Dialer {
     }
     PeerInfo peer;
     peer.address = "fake";
-    peer.route_token = route_token;
+    peer.route_token = target.route_token;
     connection->server = acceptor->Accept(method, server, peer);
     return absl::OkStatus();
   }
@@ -403,7 +403,10 @@ std::shared_ptr<StreamHandler> OpaqueRelay::Accept(Method method, std::shared_pt
   auto to_client = std::make_shared<Leg>(method, Direction::kToClient, log_);
   to_client->SetOther(stream);
   std::shared_ptr<Stream> onward;
-  const absl::Status status = dialer_->Dial(method, target_, peer.route_token, to_client, &onward);
+  DialTarget target;
+  target.endpoint = target_;
+  target.route_token = peer.route_token;
+  const absl::Status status = dialer_->Dial(method, target, to_client, &onward);
   if (!status.ok()) stream->Close(status);
   to_server->SetOther(std::move(onward));
   return to_server;

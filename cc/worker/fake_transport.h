@@ -3,7 +3,7 @@
 //
 //   FakeNetwork network;
 //   network.Listen("b", &worker_b);
-//   network.dialer()->Dial(Method::kSeam, "b", "", handler, &stream);
+//   network.dialer()->Dial(Method::kSeam, {"b"}, handler, &stream);
 //   while (network.DeliverOne()) {}
 //
 // Messages of one direction of a stream keep their order, as on a real one, unless a tap

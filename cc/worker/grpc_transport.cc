@@ -327,8 +327,10 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
                            public std::enable_shared_from_this<ClientStream> {
  public:
   ClientStream(std::shared_ptr<ChannelPool> pool, std::string endpoint,
-               std::shared_ptr<StreamHandler> handler, uint64_t outbound_bytes)
-      : count_(pool),
+               std::shared_ptr<StreamHandler> handler, uint64_t outbound_bytes,
+               bool reads_wait_for_writes)
+      : reads_wait_for_writes_(reads_wait_for_writes),
+        count_(pool),
         pool_(std::move(pool)),
         endpoint_(std::move(endpoint)),
         channel_(pool_->Get(endpoint_)),
@@ -336,11 +338,13 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
         handler_(std::move(handler)),
         outbox_(outbound_bytes) {}
 
-  void Begin(Method method, const std::string& route_token) {
+  void Begin(const ByteCall& call) {
     self_ = shared_from_this();
-    if (!route_token.empty()) context_.AddMetadata(kRouteTokenKey, route_token);
-    stub_.PrepareBidiStreamingCall(&context_, absl::StrCat(kServicePath, MethodName(method)),
-                                   grpc::StubOptions(), this);
+    if (!call.route_token.empty()) context_.AddMetadata(kRouteTokenKey, call.route_token);
+    if (call.deadline != absl::InfiniteFuture()) {
+      context_.set_deadline(absl::ToChronoTime(call.deadline));
+    }
+    stub_.PrepareBidiStreamingCall(&context_, call.path, grpc::StubOptions(), this);
     // Writes come from other threads: without the hold the call could be done under their feet.
     AddHold();
     StartRead(&read_buffer_);
@@ -385,6 +389,11 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
     }
     WithBytes(read_buffer_, [this](absl::string_view bytes) { handler_->OnMessage(bytes); });
     read_buffer_.Clear();
+    if (reads_wait_for_writes_) {
+      absl::MutexLock lock(&mu_);
+      read_paused_ = outbox_.blocked() && !ended_;
+      if (read_paused_) return;
+    }
     StartRead(&read_buffer_);
   }
 
@@ -396,6 +405,7 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
       writable_again = outbox_.Written();
       if (!ok) End();
       Advance();
+      ResumeReads();
     }
     if (writable_again) handler_->OnWritable();
   }
@@ -417,6 +427,12 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
     RemoveHold();
   }
 
+  void ResumeReads() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!read_paused_ || outbox_.blocked() || ended_) return;
+    read_paused_ = false;
+    StartRead(&read_buffer_);
+  }
+
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (ended_ || writing_ || half_closed_) return;
     if (!outbox_.empty()) {
@@ -430,7 +446,8 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
     StartWritesDone();
   }
 
-  // First, so that it goes last: after all that holds a share of the channel.
+  const bool reads_wait_for_writes_;
+  // Before the others, so that it goes last: after all that holds a share of the channel.
   const StreamCount count_;
   const std::shared_ptr<ChannelPool> pool_;
   const std::string endpoint_;
@@ -447,28 +464,44 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
   bool half_close_ ABSL_GUARDED_BY(mu_) = false;
   bool half_closed_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool read_paused_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-class GrpcDialer : public Dialer {
+class GrpcDialerImpl final : public GrpcDialer {
  public:
-  explicit GrpcDialer(const GrpcTransportOptions& options)
+  explicit GrpcDialerImpl(const GrpcTransportOptions& options)
       : options_(options), pool_(std::make_shared<ChannelPool>(options)) {}
-  ~GrpcDialer() override { pool_->Close(); }
+  ~GrpcDialerImpl() override { pool_->Close(); }
 
-  absl::Status Dial(Method method, const std::string& endpoint, const std::string& route_token,
-                    std::shared_ptr<StreamHandler> handler,
+  absl::Status Dial(Method method, const DialTarget& target, std::shared_ptr<StreamHandler> handler,
                     std::shared_ptr<Stream>* stream) override {
-    const auto parsed = ParseEndpoint(endpoint);
+    if (!target.relay_peer_id.empty()) {
+      return MakeError(v1::REASON_FEATURE_UNSUPPORTED,
+                       absl::StrCat("expected a direct endpoint, got the relay ", target.endpoint,
+                                    " for ", target.relay_peer_id));
+    }
+    ByteCall call;
+    call.endpoint = target.endpoint;
+    call.path = absl::StrCat(kServicePath, MethodName(method));
+    call.route_token = target.route_token;
+    return Call(call, std::move(handler), stream);
+  }
+
+  absl::Status Call(const ByteCall& call, std::shared_ptr<StreamHandler> handler,
+                    std::shared_ptr<Stream>* stream) override {
+    const auto parsed = ParseEndpoint(call.endpoint);
     if (!parsed.ok()) return parsed.status();
     if (options_.credentials == nullptr && !parsed->is_loopback && !options_.allow_insecure) {
-      return MakeError(v1::REASON_INSECURE_TRANSPORT,
-                       absl::StrCat("expected TLS or a loopback address for the next stage, got ",
-                                    endpoint, "; give the worker TLS keys or the insecure flag"));
+      return MakeError(
+          v1::REASON_INSECURE_TRANSPORT,
+          absl::StrCat("expected TLS or a loopback address to dial, got ", call.endpoint,
+                       "; give the worker TLS keys or the insecure flag"));
     }
-    auto client = std::make_shared<ClientStream>(pool_, parsed->ToString(), std::move(handler),
-                                                 options_.outbound_bytes);
+    auto client =
+        std::make_shared<ClientStream>(pool_, parsed->ToString(), std::move(handler),
+                                       options_.outbound_bytes, call.reads_wait_for_writes);
     *stream = client;
-    client->Begin(method, route_token);
+    client->Begin(call);
     return absl::OkStatus();
   }
 
@@ -499,8 +532,8 @@ std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportO
   };
 }
 
-std::unique_ptr<Dialer> MakeGrpcDialer(const GrpcTransportOptions& options) {
-  return std::make_unique<GrpcDialer>(options);
+std::unique_ptr<GrpcDialer> MakeGrpcDialer(const GrpcTransportOptions& options) {
+  return std::make_unique<GrpcDialerImpl>(options);
 }
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AcceptGrpcStream(

@@ -41,8 +41,11 @@ struct GrpcTransportOptions {
 // Keepalive, flow control and proxies as channel arguments, the same at both ends.
 std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportOptions& options);
 
+// Direct lines to workers, and calls of other services.
+class GrpcDialer : public Dialer, public Caller {};
+
 // Its destructor waits for the streams that it has dialed; end them first.
-std::unique_ptr<Dialer> MakeGrpcDialer(const GrpcTransportOptions& options);
+std::unique_ptr<GrpcDialer> MakeGrpcDialer(const GrpcTransportOptions& options);
 
 // Deletes itself when the call is done. `acceptor` must outlive the server.
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AcceptGrpcStream(

@@ -62,7 +62,7 @@ void HeadSession::OnRouteOpen() {
   auto self = std::static_pointer_cast<HeadSession>(shared_from_this());
   auto handler = std::make_shared<ReturnHandler>(core_, std::move(self), max_bytes);
   const absl::Status status =
-      core_->dialer->Dial(Method::kReturn, LastHop().endpoint(), route_token_, handler, &return_);
+      core_->dialer->Dial(Method::kReturn, TargetOf(LastHop()), handler, &return_);
   if (!status.ok()) return EndHere(status);
   SetPhaseDeadline(core_->options.dial_timeout, "accept the return stream", LastHop().range());
   v1::ReturnRequest request;

@@ -36,10 +36,13 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cc/common/status.h"
+#include "cc/protocol/frame_codec.h"
+#include "cc/worker/endpoint.h"
 #include "cc/worker/engine_factory.h"
 #include "cc/worker/grpc_log.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/json_log.h"
+#include "cc/worker/relay_transport.h"
 #include "cc/worker/shard_server.h"
 #include "cc/worker/worker.h"
 #include "google/protobuf/stubs/common.h"
@@ -76,6 +79,11 @@ ABSL_FLAG(std::string, tls_ca, "",
           "PEM file with the authorities whose certificates callers and stages must present.");
 ABSL_FLAG(std::string, tls_target_name, "",
           "Name that the next stages' certificates must carry instead of their host name.");
+ABSL_FLAG(std::vector<std::string>, relay, {},
+          "Be reachable through the relays at these addresses, host:port, separated by commas.");
+ABSL_FLAG(std::string, relay_peer_id, "",
+          "This worker's name at relays, for being called and for calling; with TLS a name of its "
+          "certificate.");
 ABSL_FLAG(bool, insecure, false, "Allow plaintext beyond loopback. Only in a trusted network.");
 ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.");
 ABSL_FLAG(int32_t, parent_pid, 0,
@@ -99,6 +107,7 @@ constexpr char kUsage[] = R"(Serves one layer range of one model.
   worker --engine=fake --layers=0:8                  # no model: protocol tests
   worker --model=model.gguf --listen=10.0.0.5:7001 \
          --tls_cert=me.pem --tls_key=me.key --tls_ca=fleet.pem
+  worker --model=model.gguf --layers=15:30 --relay=relay.example.org:7200 --relay_peer_id=worker-b
 
 Logs are JSON lines on stderr. {"event":"listening","address":"HOST:PORT","port":PORT} comes when the
 port is bound (health: NOT_SERVING), {"event":"ready"} when sessions are taken (SERVING).
@@ -247,6 +256,42 @@ absl::StatusOr<ShardServerOptions> ServerOptionsFromFlags() {
   return options;
 }
 
+// One for each relay to listen at.
+absl::StatusOr<std::vector<RelayListenerOptions>> RelayOptionsFromFlags(
+    const GrpcTransportOptions& transport) {
+  const std::string peer_id = absl::GetFlag(FLAGS_relay_peer_id);
+  const std::vector<std::string> endpoints = absl::GetFlag(FLAGS_relay);
+  if (peer_id.empty() && !endpoints.empty()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     "expected --relay_peer_id with --relay: the name that others call");
+  }
+  if (!peer_id.empty()) {
+    if (absl::Status status = ValidatePeerId(peer_id); !status.ok()) {
+      return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                       absl::StrCat("--relay_peer_id: ", status.message()));
+    }
+  }
+  std::vector<RelayListenerOptions> all;
+  for (const std::string& text : endpoints) {
+    const auto endpoint = ParseEndpoint(text);
+    if (!endpoint.ok()) {
+      return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                       absl::StrCat("--relay: ", endpoint.status().message()));
+    }
+    if (transport.credentials == nullptr && !endpoint->is_loopback && !transport.allow_insecure) {
+      return MakeError(v1::REASON_INSECURE_TRANSPORT,
+                       absl::StrCat("expected TLS keys or a relay on loopback, got ", text,
+                                    "; or give the insecure flag"));
+    }
+    RelayListenerOptions options;
+    options.endpoint = endpoint->ToString();
+    options.peer_id = peer_id;
+    options.authenticated = transport.credentials != nullptr;
+    all.push_back(std::move(options));
+  }
+  return all;
+}
+
 absl::StatusOr<WorkerOptions> WorkerOptionsFromFlags() {
   WorkerOptions options;
   options.version = kVersion;
@@ -310,12 +355,14 @@ bool WaitReadable(int fd, absl::Time deadline) {
 class Process {
  public:
   Process(int signal_fd, const ShardServerOptions& server_options,
-          const WorkerOptions& worker_options)
+          const WorkerOptions& worker_options, std::vector<RelayListenerOptions> relays)
       : signal_fd_(signal_fd),
         loaded_fd_(eventfd(0, EFD_CLOEXEC)),
-        dialer_(MakeGrpcDialer(server_options.transport)),
-        worker_(worker_options, dialer_.get(), &authorizer_, &logger_),
-        server_options_(server_options) {}
+        grpc_(MakeGrpcDialer(server_options.transport)),
+        dialer_(grpc_.get(), grpc_.get(), absl::GetFlag(FLAGS_relay_peer_id)),
+        worker_(worker_options, &dialer_, &authorizer_, &logger_),
+        server_options_(server_options),
+        relays_(std::move(relays)) {}
 
   ExitCode Run() {
     auto server = ShardServer::Start(server_options_, &worker_);
@@ -331,6 +378,9 @@ class Process {
     if (const std::string path = absl::GetFlag(FLAGS_port_file); !path.empty()) {
       const absl::Status status = WritePortFile(path, server_->port());
       if (!status.ok()) return Failed("port_file_failed", status, kExitFlags);
+    }
+    for (const RelayListenerOptions& relay : relays_) {
+      listeners_.push_back(std::make_unique<RelayListener>(relay, grpc_.get(), &worker_, &logger_));
     }
     loader_ = std::thread([this] { Load(); });
     const bool signalled = WaitForLoad();
@@ -394,6 +444,7 @@ class Process {
     while (worker_.is_busy() && absl::Now() < deadline) {
       if (WaitReadable(signal_fd_, absl::Now() + kPoll)) break;
     }
+    listeners_.clear();
     worker_.Stop();
     const absl::Time farewell = absl::Now() + kFarewell;
     while (worker_.is_busy() && absl::Now() < farewell) absl::SleepFor(kPoll);
@@ -413,10 +464,13 @@ class Process {
   const int loaded_fd_;
   Logger logger_;
   AllowAll authorizer_;
-  std::unique_ptr<Dialer> dialer_;
+  const std::unique_ptr<GrpcDialer> grpc_;
+  RelayDialer dialer_;
   Worker worker_;
   const ShardServerOptions server_options_;
+  const std::vector<RelayListenerOptions> relays_;
   std::unique_ptr<ShardServer> server_;
+  std::vector<std::unique_ptr<RelayListener>> listeners_;
   std::thread loader_;
   // Written by the loader before it signals loaded_fd_.
   absl::Status load_status_;
@@ -471,6 +525,8 @@ int Main() {
   if (!server_options.ok()) return refuse(server_options.status());
   const auto worker_options = WorkerOptionsFromFlags();
   if (!worker_options.ok()) return refuse(worker_options.status());
+  const auto relays = RelayOptionsFromFlags(server_options->transport);
+  if (!relays.ok()) return refuse(relays.status());
   if (absl::GetFlag(FLAGS_die_with_parent)) {
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     const int32_t parent = absl::GetFlag(FLAGS_parent_pid);
@@ -479,7 +535,7 @@ int Main() {
       return kExitOk;
     }
   }
-  return Process(signal_fd, *server_options, *worker_options).Run();
+  return Process(signal_fd, *server_options, *worker_options, *relays).Run();
 }
 
 }  // namespace

@@ -80,8 +80,10 @@ class ReadinessTest : public ::testing::Test {
   v1::Error SessionError() {
     TestStream stream;
     stream.handler = std::make_shared<RecordingHandler>();
+    DialTarget target;
+    target.endpoint = server_->address();
     const absl::Status status =
-        dialer_->Dial(Method::kSession, server_->address(), "", stream.handler, &stream.stream);
+        dialer_->Dial(Method::kSession, target, stream.handler, &stream.stream);
     EXPECT_TRUE(status.ok()) << status;
     v1::SessionRequest request;
     request.mutable_open()->set_schema_version(kSchemaVersion);

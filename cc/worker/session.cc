@@ -13,6 +13,7 @@ namespace {
 // Sessions that wait for a slot or give one back, beside those that hold one.
 constexpr size_t kSessionsInTransit = 64;
 constexpr uint32_t kRetryHintMs = 500;
+constexpr absl::Duration kDeadlineMargin = absl::Seconds(1);
 
 bool SameRange(const v1::LayerRange& wire, const LayerRange& range) {
   return wire.begin() == range.begin && wire.end() == range.end;
@@ -260,11 +261,24 @@ void Session::OnEngineOpened(const absl::Status& status, const std::vector<Sessi
   }
 }
 
+DialTarget Session::TargetOf(const v1::Hop& hop) const {
+  DialTarget target;
+  target.endpoint = hop.endpoint();
+  target.relay_peer_id = hop.relay_peer_id();
+  target.route_token = hop.route_token().empty() ? route_token_ : hop.route_token();
+  // The stages end the session by themselves when its time is over, and say why.
+  target.deadline = session_deadline_ + kDeadlineMargin;
+  target.attribution = {{"work", open_.work_id()},
+                        {"session", absl::BytesToHexString(key_.route_session_id)},
+                        {"epoch", absl::StrCat(key_.route_epoch)}};
+  return target;
+}
+
 void Session::DialNext() {
   const uint64_t max_bytes = core_->limits.max_frame_bytes;
   auto handler = std::make_shared<DownstreamHandler>(core_, shared_from_this(), max_bytes);
   const absl::Status status =
-      core_->dialer->Dial(Method::kSeam, NextHop().endpoint(), route_token_, handler, &downstream_);
+      core_->dialer->Dial(Method::kSeam, TargetOf(NextHop()), handler, &downstream_);
   if (!status.ok()) {
     EndHere(status);
     return;

@@ -199,6 +199,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void SendUpstream(const google::protobuf::Message& message);
   void SendDownstream(Payload payload);
   void DialNext();
+  DialTarget TargetOf(const v1::Hop& hop) const;
   void SetPhaseDeadline(absl::Duration timeout, absl::string_view waiting_for,
                         const v1::LayerRange& stage);
   void ClearPhaseDeadline();

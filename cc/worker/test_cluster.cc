@@ -81,11 +81,10 @@ class MemoryCluster : public TestCluster {
    public:
     explicit CuttableDialer(Dialer* dialer) : dialer_(dialer) {}
 
-    absl::Status Dial(Method method, const std::string& endpoint, const std::string& route_token,
+    absl::Status Dial(Method method, const DialTarget& target,
                       std::shared_ptr<StreamHandler> handler,
                       std::shared_ptr<Stream>* stream) override {
-      const absl::Status status =
-          dialer_->Dial(method, endpoint, route_token, std::move(handler), stream);
+      const absl::Status status = dialer_->Dial(method, target, std::move(handler), stream);
       streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
                                     [](const auto& dialed) { return dialed.expired(); }),
                      streams_.end());
@@ -291,7 +290,9 @@ void TestStream::SendBytes(std::string bytes) const {
 TestStream TestCluster::Dial(Method method, const std::string& endpoint) {
   TestStream stream;
   stream.handler = std::make_shared<RecordingHandler>();
-  dialer()->Dial(method, endpoint, "", stream.handler, &stream.stream).IgnoreError();
+  DialTarget target;
+  target.endpoint = endpoint;
+  dialer()->Dial(method, target, stream.handler, &stream.stream).IgnoreError();
   return stream;
 }
 

@@ -13,9 +13,12 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace meshnet::worker {
 
@@ -87,15 +90,48 @@ class StreamAcceptor {
                                                 const PeerInfo& peer) = 0;
 };
 
+// A worker, and what the stream to it is for.
+struct DialTarget {
+  // host:port of the worker, or of the relay that it listens at.
+  std::string endpoint;
+  // The worker's id at that relay; empty: a direct line.
+  std::string relay_peer_id;
+  // See PeerInfo.
+  std::string route_token;
+  // For relays, which end the call then and account for it by these pairs.
+  absl::Time deadline = absl::InfiniteFuture();
+  std::vector<std::pair<std::string, std::string>> attribution;
+};
+
 class Dialer {
  public:
   virtual ~Dialer() = default;
 
-  // Opens a stream to the worker at `endpoint` (host:port). Returns at once; failure to connect
-  // comes as OnClosed. INSECURE_TRANSPORT when the endpoint may not be reached in plaintext,
-  // FIELD_OUT_OF_BOUNDS when it is no host:port.
-  virtual absl::Status Dial(Method method, const std::string& endpoint,
-                            const std::string& route_token, std::shared_ptr<StreamHandler> handler,
+  // Opens a stream to a worker. Returns at once; failure to connect comes as OnClosed.
+  // INSECURE_TRANSPORT when the endpoint may not be reached in plaintext, FIELD_OUT_OF_BOUNDS when
+  // it is no host:port, FEATURE_UNSUPPORTED for a relayed target where relays are not spoken.
+  virtual absl::Status Dial(Method method, const DialTarget& target,
+                            std::shared_ptr<StreamHandler> handler,
+                            std::shared_ptr<Stream>* stream) = 0;
+};
+
+// One call of any service's streaming method, its messages as bytes.
+struct ByteCall {
+  std::string endpoint;
+  // "/package.Service/Method".
+  std::string path;
+  std::string route_token;
+  absl::Time deadline = absl::InfiniteFuture();
+  // Read nothing more while the stream is not writable: for the side that answers.
+  bool reads_wait_for_writes = false;
+};
+
+class Caller {
+ public:
+  virtual ~Caller() = default;
+
+  // As Dialer::Dial. Events may come before the return.
+  virtual absl::Status Call(const ByteCall& call, std::shared_ptr<StreamHandler> handler,
                             std::shared_ptr<Stream>* stream) = 0;
 };
 

@@ -33,6 +33,7 @@ _SERVICE: Final = "meshnet.control.v1.RelayService"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_TEXT: Final = 256
 _MAX_PAIRS: Final = 16
+_MAX_CREDENTIAL: Final = 2048
 _GRACE_SECONDS: Final = 1.0
 # The tag of RelayFrame.payload: how every frame but the first and the last begins.
 _PAYLOAD_TAG: Final = 0x22
@@ -196,6 +197,12 @@ class Relay:
                 f"expected a method and at most {_MAX_PAIRS} pairs of attribution, "
                 f"{_MAX_TEXT} bytes each",
             )
+        if len(opened.open.credential) > _MAX_CREDENTIAL:
+            raise ControlError(
+                Reason.FIELD_OUT_OF_BOUNDS,
+                f"expected a credential of at most {_MAX_CREDENTIAL} bytes, "
+                f"got {len(opened.open.credential)}",
+            )
         listener = self._listeners.get(opened.open.callee_id)
         if listener is None or listener.calls >= self._options.max_calls:
             why = "does not listen" if listener is None else f"has {listener.calls} calls already"
@@ -219,6 +226,7 @@ class Relay:
             method=opened.open.method,
             deadline_ms=0 if left is None else max(1, min(int(left * 1000), 2**32 - 1)),
             attribution=opened.open.attribution,
+            credential=opened.open.credential,
         )
         listener.events.put_nowait(pb.ListenEvent(incoming=incoming))
         return call, listener

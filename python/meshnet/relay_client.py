@@ -80,6 +80,7 @@ async def connect(
     callee_id: str,
     method: str,
     attribution: Mapping[str, str] | None = None,
+    credential: bytes = b"",
     timeout: float | None = None,  # noqa: ASYNC109 - the deadline of the whole call
 ) -> RelayStream:
     """Calls a peer; returns once it has taken up the call. Raises ControlError."""
@@ -87,7 +88,11 @@ async def connect(
     call = stub.Connect(timeout=timeout)
     stream = RelayStream(call)
     opened = pb.RelayOpen(
-        caller_id=caller_id, callee_id=callee_id, method=method, attribution=attribution or {}
+        caller_id=caller_id,
+        callee_id=callee_id,
+        method=method,
+        attribution=attribution or {},
+        credential=credential,
     )
     await stream._write(pb.RelayFrame(open=opened))
     frame = await stream._read()

@@ -33,7 +33,8 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-_SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0))
+# Peers ping as often as they were told to.
+_SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0))
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,13 @@ class TrackerRouteSource:
 
         Raises MeshnetError: RECIPE_MISMATCH, RANGE_MISMATCH, PEER_UNREACHABLE, and the like.
         """
-        hops = [RouteHop(hop.endpoint, _layers(hop)) for hop in chosen.hops]
+        # A worker that can only dial out listens at its relay under its own id.
+        hops = [
+            RouteHop(hop.relay, _layers(hop), hop.worker_id)
+            if hop.relay and index
+            else RouteHop(hop.endpoint, _layers(hop))
+            for index, hop in enumerate(chosen.hops)
+        ]
         head = WorkerClient(
             hops[0].endpoint,
             credentials=self._credentials,

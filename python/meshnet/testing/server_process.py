@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing import Self
@@ -35,6 +35,9 @@ class ServerProcess:
         self.metrics_port = metrics_port
         # The last lines of its log.
         self.said: collections.deque[str] = collections.deque(maxlen=_LAST_WORDS)
+        # What it has logged since it listens, as it comes.
+        self.events: list[dict[str, Any]] = []
+        self._news = asyncio.Condition()
         self._process = process
         self._reading = asyncio.create_task(self._read())
 
@@ -66,6 +69,20 @@ class ServerProcess:
         assert self._process.stderr is not None
         while line := await self._process.stderr.readline():
             self.said.append(line.decode())
+            with contextlib.suppress(ValueError):
+                self.events.append(json.loads(line))
+            async with self._news:
+                self._news.notify_all()
+
+    async def wait_event(self, name: str, **fields: object) -> dict[str, Any]:
+        """The first event of this name with these fields, waited for."""
+        wanted = {"event": name, **fields}
+        async with self._news:
+            while True:
+                for event in self.events:
+                    if wanted.items() <= event.items():
+                        return event
+                await self._news.wait()
 
     async def __aenter__(self) -> Self:
         """Itself."""

@@ -25,23 +25,37 @@ if TYPE_CHECKING:
 class Endpoint:
     """A worker's host:port as this client reaches it.
 
-    `advertised` is how the other stages reach it, where that is something else.
+    `advertised` is how the other stages reach it, where that is something else. With
+    `relay_peer_id` it is a relay's address, at which the worker listens under that id.
     """
 
     address: str
     advertised: str | None = None
+    relay_peer_id: str = ""
 
-    @property
-    def for_peers(self) -> str:
-        return self.advertised or self.address
+    def hop(self, layers: LayerRange) -> RouteHop:
+        """The worker as its peers on a route see it."""
+        return RouteHop(self.advertised or self.address, layers, self.relay_peer_id)
 
 
 @dataclass(frozen=True)
 class RouteHop:
-    """A stage of a route: where the other stages reach it, and what it holds."""
+    """A stage of a route: where the other stages reach it, and what it holds.
+
+    With `relay_peer_id` the endpoint is a relay's, at which the worker listens under that id.
+    """
 
     endpoint: str
     layers: LayerRange
+    relay_peer_id: str = ""
+
+    def to_proto(self) -> shard_pb2.Hop:
+        """The hop as OpenSession carries it."""
+        return shard_pb2.Hop(
+            endpoint=self.endpoint,
+            range=self.layers.to_proto(),
+            relay_peer_id=self.relay_peer_id,
+        )
 
 
 def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
@@ -171,10 +185,7 @@ class Route:
             recipe_fingerprint=first.recipe_fingerprint,
             artifact_sha256=first.artifact_sha256,
             model_layers=first.model_layers,
-            hops=[
-                shard_pb2.Hop(endpoint=hop.endpoint, range=hop.layers.to_proto())
-                for hop in self.hops
-            ],
+            hops=[hop.to_proto() for hop in self.hops],
         )
 
     def session(
@@ -246,5 +257,5 @@ async def open_route(
     return Route(
         [workers[index] for index in order],
         [capabilities[index] for index in order],
-        [RouteHop(where[index].for_peers, capabilities[index].layers) for index in order],
+        [where[index].hop(capabilities[index].layers) for index in order],
     )
