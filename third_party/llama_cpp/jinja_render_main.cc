@@ -1,7 +1,8 @@
 // Renders chat templates with upstream's own engine, as a reference for ours. For tests only.
 //
-// stdin: one JSON object a line, {"template": "...", "values": {...}}; stdout: one a line, {"text": "..."} or {"error":
-// "..."}. The clock stands at the time of the first argument, seconds since 1970.
+// stdin: one JSON object a line, {"template": "...", "values": {...}}; stdout: one a line,
+// {"text": "..."} or {"error": "..."}. The first argument is the time that templates are told,
+// seconds since 1970.
 #include <cstdlib>
 #include <ctime>
 #include <exception>
@@ -37,8 +38,7 @@ int main(int argc, char** argv) {
     common_json answer;
     try {
       const common_json request = common_json::parse(line);
-      answer["text"] =
-          Render(request.at("template").get<std::string>(), request.at("values"), now);
+      answer["text"] = Render(request.at("template").get<std::string>(), request.at("values"), now);
     } catch (const std::exception& error) {
       answer["error"] = std::string(error.what());
     }

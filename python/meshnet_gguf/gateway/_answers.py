@@ -29,7 +29,6 @@ class Answer:
     index: int
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -128,10 +127,6 @@ class ChatForm(_Form):
             return self._before + json.dumps(text).encode() + self._after
         return self._delta(index, {"content": text}, logprobs)
 
-    def tool_call(self, index: int, number: int, call: Mapping[str, Any]) -> bytes:
-        """A whole tool call, the choice's `number`th."""
-        return self._delta(index, {"tool_calls": [{"index": number, **call}]})
-
     def end(self, answer: Answer) -> bytes:
         """The last event of a choice."""
         return self._delta(answer.index, {}, finish_reason=answer.finish_reason)
@@ -168,14 +163,9 @@ class ChatForm(_Form):
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         """One choice of a whole answer."""
-        text = "".join(answer.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if answer.tool_calls:
-            message["content"] = text or None
-            message["tool_calls"] = answer.tool_calls
         return {
             "index": answer.index,
-            "message": message,
+            "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
             "logprobs": self._logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": answer.finish_reason,
         }
@@ -212,10 +202,6 @@ class CompletionForm(_Form):
         shown = self._logprobs(logprobs, self._offsets[index])
         self._offsets[index] += sum(len(_shown(item.token.piece)) for item in logprobs)
         return self._part(index, text, None, shown)
-
-    def tool_call(self, index: int, number: int, call: Mapping[str, Any]) -> bytes:
-        """Plain completions have none."""
-        raise AssertionError(f"choice {index} has a tool call {number}: {call}")
 
     def end(self, answer: Answer) -> bytes:
         """The last event of a choice."""
