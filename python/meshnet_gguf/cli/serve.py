@@ -139,8 +139,11 @@ async def _serve(model: str) -> None:
                 Listener(_LISTEN.value, tls=_tls(), insecure=_INSECURE.value)
             )
             renderer = asyncio.create_task(stack.enter_async_context(TemplateRenderer()))
-            mesh = await stack.enter_async_context(_mesh(model))
-            await renderer
+            try:
+                mesh = await stack.enter_async_context(_mesh(model))
+            finally:
+                # Only what the stack holds by then is ended with it.
+                await asyncio.gather(renderer, return_exceptions=True)
             admission = Admission(
                 max_active=mesh.slots,
                 max_queued=_QUEUE.value,
