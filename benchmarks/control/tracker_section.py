@@ -33,6 +33,7 @@ UNITS = 43
 BACKGROUND_BEATS = 1000
 _CHANNELS = 16
 _IN_FLIGHT = 256
+_TICK_SECONDS = 0.005
 _LEASE_MS = 3_600_000
 _SEAM_BYTES = 32_768
 
@@ -165,26 +166,37 @@ class _Load:
     def _in_flight(self) -> Iterator[Any]:
         return itertools.islice(itertools.cycle(self._stubs), _IN_FLIGHT)
 
-    async def beat(self, seconds: float, rate: float | None = None) -> float:
-        """Heartbeats a second over that time: as many as are answered, or `rate`."""
+    async def beat(self, seconds: float) -> float:
+        """Heartbeats a second over that time, each worker waiting for its answer."""
         started = time.perf_counter()
         before = self.beaten
 
         async def one(stub: Any) -> None:
-            while (now := time.perf_counter() - started) < seconds:
-                early = 0.0 if rate is None else (self.beaten - before) / rate - now
-                if early > 0:
-                    await asyncio.sleep(early)
-                    continue
-                self.beaten += 1
-                await stub.Heartbeat(self._beats[self.beaten % len(self._beats)])
+            while time.perf_counter() - started < seconds:
+                await self._beat(stub)
 
         await asyncio.gather(*(one(stub) for stub in self._in_flight()))
         return (self.beaten - before) / (time.perf_counter() - started)
 
+    async def _beat(self, stub: Any) -> None:
+        self.beaten += 1
+        await stub.Heartbeat(self._beats[self.beaten % len(self._beats)])
+
+    async def _beat_steadily(self, rate: float, ended: asyncio.Event) -> None:
+        """Heartbeats at a rate, until the end, whether or not they are answered in time."""
+        started, sent = time.perf_counter(), 0
+        async with asyncio.TaskGroup() as group:
+            while not ended.is_set():
+                await asyncio.sleep(_TICK_SECONDS)
+                due = int((time.perf_counter() - started) * rate)
+                for stub in itertools.islice(self._in_flight(), due - sent):
+                    group.create_task(self._beat(stub))
+                sent = due
+
     async def select(self, times: int) -> tuple[list[float], float]:
         """Milliseconds of each selection, and how many heartbeats a second there were."""
-        background = asyncio.create_task(self.beat(3600, BACKGROUND_BEATS))
+        ended = asyncio.Event()
+        background = asyncio.create_task(self._beat_steadily(BACKGROUND_BEATS, ended))
         begun, before = time.perf_counter(), self.beaten
         took = []
         for number in range(times):
@@ -197,7 +209,6 @@ class _Load:
             took.append(1000 * (time.perf_counter() - started))
             await stub.CloseSession(pb.CloseSessionRequest(session_id=request.session_id))
         offered = (self.beaten - before) / (time.perf_counter() - begun)
-        background.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await background
+        ended.set()
+        await background
         return took, offered

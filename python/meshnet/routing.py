@@ -106,6 +106,27 @@ def _transfer(byte_count: int, bytes_per_second: int) -> int:
     return byte_count * 1_000_000 // bytes_per_second if bytes_per_second else 0
 
 
+def _transfers(byte_count: int, bytes_per_second: _Ints) -> _Ints:
+    """The same for many at once."""
+    found: _Ints = np.where(
+        bytes_per_second > 0, byte_count * 1_000_000 // np.maximum(bytes_per_second, 1), 0
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What one search knows of each slot by now."""
+
+    seam_bytes: int
+    # Of leaving or entering the node without a measurement; of a step there.
+    access: _Ints
+    stage: _Ints
+    # Of the cheapest way up to and with the worker, and the slot before it there (-1: none).
+    cost: _Ints
+    before: _Ints
+
+
 class _Edges:
     """Measured seams whose later worker begins at one boundary: columns that grow by doubling."""
 
@@ -276,19 +297,17 @@ class LaneIndex:
         """The cheapest complete route; None when there is none."""
         usable = self._usable(demand)
         stage = np.where(usable, self._columns[0], _NEVER)
-        bandwidth = self._columns[2]
-        access = self._columns[1] + np.where(
-            bandwidth > 0, demand.seam_bytes * 1_000_000 // np.maximum(bandwidth, 1), 0
-        )
+        access = self._columns[1] + _transfers(demand.seam_bytes, self._columns[2])
         latency = self._columns[1]
-        cost: _Ints = np.full(stage.shape, _NEVER, dtype=np.int64)  # up to and with the worker
+        cost: _Ints = np.full(stage.shape, _NEVER, dtype=np.int64)
         before: _Ints = np.full(stage.shape, -1, dtype=np.int64)
+        search = _Search(demand.seam_bytes, access, stage, cost, before)
         first = self._at(0)[1]
         # The sampled result goes back over the first worker's access.
         cost[first] = np.minimum(stage[first] + latency[first], _NEVER)
         for boundary in sorted(self._begins):
             if 0 < boundary < self.model_units:
-                self._extend(boundary, demand.seam_bytes, access, stage, cost, before)
+                self._extend(boundary, search)
         last = self._at(self.model_units)[0]
         if not last.size:
             return None
@@ -306,62 +325,67 @@ class LaneIndex:
         ties = slots[value == np.min(value)]
         return int(ties[self._columns[4, ties].argmin()])
 
-    def _extend(
-        self,
-        boundary: int,
-        seam_bytes: int,
-        access: _Ints,
-        stage: _Ints,
-        cost: _Ints,
-        before: _Ints,
-    ) -> None:
+    def _extend(self, boundary: int, search: _Search) -> None:
         """Finds the best predecessor of each worker that begins at the boundary."""
         sources, targets = self._at(boundary)
         if not sources.size or not targets.size:
             return
-        leaving = cost[sources] + access[sources]
-        order = np.lexsort((self._columns[4, sources], leaving))
-        best = np.full(targets.shape, _NEVER, dtype=np.int64)
-        choice = np.full(targets.shape, -1, dtype=np.int64)
+        leaving = search.cost[sources] + search.access[sources]
+        best = np.min(leaving) + search.access[targets]
+        choice = np.full(targets.shape, self._least(sources, leaving), dtype=np.int64)
         edges = self._edges.get(boundary)
-        count = edges.count if edges is not None else 0
-        if edges is None or not count:
-            chosen = order[0]
-            best[:] = leaving[chosen] + access[targets]
-            choice[:] = sources[chosen]
-        else:
-            source, target, half, rate = edges.rows[:, :count]
-            # Without a measurement: the cheapest one that was not measured from here.
-            place = np.zeros(stage.shape, dtype=np.int64)
-            place[targets] = np.arange(targets.size)
-            open_targets = np.ones(targets.size, dtype=np.bool_)
-            for rank in order:
-                if leaving[rank] >= _NEVER:
+        if edges is not None and edges.count:
+            self._measure(edges, search, (sources, targets), best, choice)
+        found = best + search.stage[targets]
+        reachable = found < _NEVER
+        search.cost[targets[reachable]] = found[reachable]
+        search.before[targets[reachable]] = choice[reachable]
+
+    def _measure(
+        self,
+        edges: _Edges,
+        search: _Search,
+        members: tuple[_Ints, _Ints],
+        best: _Ints,
+        choice: _Ints,
+    ) -> None:
+        """Puts measured seams in the place of both nodes' access figures.
+
+        `best` and `choice` come as if nothing were measured: from the cheapest source everywhere.
+        """
+        sources, targets = members
+        source, target, half, rate = edges.rows[:, : edges.count]
+        place = np.empty(search.cost.shape, dtype=np.int64)
+        place[targets] = np.arange(targets.size)
+        # Where the seam from the cheapest source is measured, the next source takes its place.
+        left = np.zeros(targets.size, dtype=np.bool_)
+        left[place[target[source == choice[0]]]] = True
+        if left.any():
+            best[left] = _NEVER
+            choice[left] = -1
+            leaving = search.cost[sources] + search.access[sources]
+            for rank in np.lexsort((self._columns[4, sources], leaving))[1:]:
+                if leaving[rank] >= _NEVER or not left.any():
                     break
                 measured = np.zeros(targets.size, dtype=np.bool_)
                 measured[place[target[source == sources[rank]]]] = True
-                taken = open_targets & ~measured
-                best[taken] = leaving[rank] + access[targets[taken]]
+                taken = left & ~measured
+                best[taken] = leaving[rank] + search.access[targets[taken]]
                 choice[taken] = sources[rank]
-                open_targets &= measured
-                if not open_targets.any():
-                    break
-            moving = half + np.where(rate > 0, seam_bytes * 1_000_000 // np.maximum(rate, 1), 0)
-            through = cost[source] + moving
-            # Least cost first, then the smaller digest; unique keeps the first of each target.
-            ranking = np.lexsort((self._columns[4, source], through))
-            at, index = np.unique(place[target[ranking]], return_index=True)
-            edge = ranking[index]
-            better = (through[edge] < best[at]) | (
-                (through[edge] == best[at])
-                & (self._columns[4, source[edge]] < self._columns[4, choice[at]])
-            )
-            best[at[better]] = through[edge[better]]
-            choice[at[better]] = source[edge[better]]
-        found = best + stage[targets]
-        reachable = found < _NEVER
-        cost[targets[reachable]] = found[reachable]
-        before[targets[reachable]] = choice[reachable]
+                left &= measured
+        through = search.cost[source] + half + _transfers(search.seam_bytes, rate)
+        # Least cost first, then the smaller digest; of equal indices the last assignment stays.
+        ranking = np.lexsort((self._columns[4, source], through))[::-1]
+        edge = np.full(targets.shape, -1, dtype=np.int64)
+        edge[place[target[ranking]]] = ranking
+        at = np.flatnonzero(edge >= 0)
+        edge = edge[at]
+        better = (through[edge] < best[at]) | (
+            (through[edge] == best[at])
+            & (self._columns[4, source[edge]] < self._columns[4, choice[at]])
+        )
+        best[at[better]] = through[edge[better]]
+        choice[at[better]] = source[edge[better]]
 
     def _explain(self, slots: list[int], seam_bytes: int) -> SelectedRoute:
         stages = []

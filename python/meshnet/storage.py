@@ -2,13 +2,15 @@
 
     storage = await Storage.open("sqlite:///tracker.db", tracker_id="t1")
     await storage.write([Upsert(SESSIONS, {...}), ...])  # returns once it is committed
+    await storage.decide(rule)                           # writes that depend on what is there
     changes = await storage.changes()                    # what others wrote since the last call
     await storage.close()
 
 Writes that come while a commit is under way go into the next one together, so that thousands of
 heartbeats a second cost some dozens of transactions. Every transaction takes the next revision of
 the one row in `revisions` first: that orders the transactions of all trackers, and whoever has
-read up to a revision misses nothing below it.
+read up to a revision misses nothing below it. For the same reason a rule, which runs inside of a
+transaction, sees everything that was committed before and nothing changes under it.
 
 A SQLite file belongs to one tracker at a time, which holds a lock beside it.
 """
@@ -16,13 +18,15 @@ A SQLite file belongs to one tracker at a time, which holds a lock beside it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import fcntl
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -38,14 +42,24 @@ __all__ = [
     "SESSIONS",
     "WORKERS",
     "Changes",
+    "Decided",
     "Extend",
     "Insert",
+    "Purge",
+    "Reading",
+    "Rule",
     "Storage",
     "Upsert",
+    "Write",
 ]
 
+_Answer = TypeVar("_Answer")
+
+# Between two commits of patient writes: a lone one is committed at once, under load more go into
+# one, since a commit costs as much as many rows.
+_REST_SECONDS: Final = 0.004
 _METADATA = sa.MetaData()
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
 
 
 def _table(name: str, *columns: sa.Column[Any]) -> sa.Table:
@@ -67,7 +81,7 @@ _REVISIONS = sa.Table(
     sa.Column("revision", sa.BigInteger, nullable=False),
 )
 
-# One row a worker id. `expires_ms` 0: withdrawn.
+# One row a worker id. Withdrawn: `generation` 0, and `expires_ms` is when, negative.
 WORKERS: Final = _table(
     "workers",
     sa.Column("worker_id", sa.String(128), primary_key=True),
@@ -78,10 +92,11 @@ WORKERS: Final = _table(
     sa.Column("reliability", sa.Double, nullable=False),
 )
 
-# One row a route session. `expires_ms` 0: closed.
+# One row a route session, with its newest epoch. Closed: `expires_ms` is when, negative.
 SESSIONS: Final = _table(
     "sessions",
     sa.Column("session_id", sa.String(128), primary_key=True),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("ttl_ms", sa.BigInteger, nullable=False),
     sa.Column("expires_ms", sa.BigInteger, nullable=False),
 )
@@ -128,7 +143,7 @@ class Upsert:
 
 @dataclass(frozen=True)
 class Insert:
-    """Writes a row unless there is one under its key; `Storage.read` shows which one holds."""
+    """Writes a row unless there is one under its key."""
 
     table: sa.Table
     row: _Row
@@ -144,7 +159,39 @@ class Extend:
     values: _Row
 
 
-_Write = Upsert | Insert | Extend
+@dataclass(frozen=True)
+class Purge:
+    """Deletes the workers, or the sessions with their epochs, that have been over since then."""
+
+    table: sa.Table
+    over_since_ms: int
+
+
+Write: TypeAlias = Upsert | Insert | Extend | Purge
+
+
+class Reading(Protocol):
+    """What a rule may look at, inside of its transaction."""
+
+    @property
+    def revision(self) -> int:
+        """The transaction's."""
+
+    def rows(self, table: sa.Table, keys: Sequence[_Row]) -> list[_Row]:
+        """The rows with these keys, in the keys' order; those that there are."""
+
+
+@dataclass(frozen=True)
+class Decided(Generic[_Answer]):
+    """What a rule makes of what it read: writes, and an answer for whoever asked."""
+
+    answer: _Answer
+    writes: Sequence[Write] = ()
+
+
+# Runs in a thread of the storage's, possibly more than once, so it must touch nothing but the rows.
+# What it raises (a ControlError, if it is sound) refuses its own writes and no others.
+Rule: TypeAlias = Callable[[Reading], Decided[_Answer]]
 
 
 @dataclass(frozen=True)
@@ -159,12 +206,83 @@ class Changes:
 
 @dataclass
 class _Pending:
-    writes: list[_Write]
-    done: asyncio.Future[None]
+    rule: Rule[Any]
+    done: asyncio.Future[Any]
+
+
+class _Line(Protocol):
+    """A connection, and where work on it runs."""
+
+    async def run(self, work: Callable[[sa.Connection], _Answer]) -> _Answer:
+        """Does work in one transaction. After a failure the next call connects anew."""
+
+    async def close(self) -> None:
+        """Lets go of the connection."""
+
+
+class _ThreadLine:
+    """A thread of its own, which work enters once a transaction: for drivers that block."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "storage")
+        self._connection: sa.Connection | None = None
+
+    async def run(self, work: Callable[[sa.Connection], _Answer]) -> _Answer:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._run, work)
+
+    def _run(self, work: Callable[[sa.Connection], _Answer]) -> _Answer:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        try:
+            with self._connection.begin():
+                return work(self._connection)
+        except (sa.exc.SQLAlchemyError, OSError):
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sa.exc.SQLAlchemyError, OSError):
+                self._connection.close()
+            self._connection = None
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._let_go)
+        self._thread.shutdown()
+
+
+class _LoopLine:
+    """The event loop itself, through a driver that does not block."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._connection: AsyncConnection | None = None
+
+    async def run(self, work: Callable[[sa.Connection], _Answer]) -> _Answer:
+        if self._connection is None:
+            self._connection = await self._engine.connect()
+        try:
+            async with self._connection.begin():
+                return await self._connection.run_sync(work)
+        except (sa.exc.SQLAlchemyError, OSError):
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sa.exc.SQLAlchemyError, OSError):
+                await self._connection.close()
+            self._connection = None
+
+
+def _kind(url: sa.URL) -> str:
+    return url.drivername.partition("+")[0]
 
 
 def _dialect_url(database: str) -> sa.URL:
-    """The URL with its asyncio driver: sqlite:///PATH or postgresql[+asyncpg]://..."""
+    """The URL with its driver: sqlite:///PATH or postgresql[+asyncpg]://..."""
     try:
         url = make_url(database)
     except sa.exc.ArgumentError as error:
@@ -172,8 +290,8 @@ def _dialect_url(database: str) -> sa.URL:
             Reason.CONFIGURATION_INVALID,
             f"expected --database as sqlite:///FILE or postgresql://USER@HOST/NAME: {error}",
         ) from error
-    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
-    name = url.drivername.partition("+")[0]
+    drivers = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+asyncpg"}
+    name = _kind(url)
     if name not in drivers:
         raise ControlError(
             Reason.CONFIGURATION_INVALID,
@@ -185,22 +303,43 @@ def _dialect_url(database: str) -> sa.URL:
 class Storage:
     """One tracker's way to the database. Made by open()."""
 
-    def __init__(self, engine: AsyncEngine, tracker_id: str, lock: int | None) -> None:
+    def __init__(self, url: sa.URL, tracker_id: str, lock: int | None) -> None:
         self.tracker_id = tracker_id
+        # The kind of database, for people.
+        self.name = _kind(url)
         # Whether this tracker is the only one: then nothing changes but by its own hand.
         self.exclusive = lock is not None
-        self._engine = engine
         self._lock = lock
         self._insert: Any = sqlite.insert if lock is not None else postgresql.insert
         self._statements: dict[object, Any] = {}
         self._seen = 0
+        # Revisions of its own that are committed and lie behind `_seen`.
+        self._own: collections.deque[int] = collections.deque()
         self._pending: list[_Pending] = []
         self._wake = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
-        self._connection: AsyncConnection | None = None
-        self._reader: AsyncConnection | None = None
         self._reading = asyncio.Lock()
         self._closing = False
+        self._dispose: Callable[[], Awaitable[None]]
+        self._write_line, self._read_line = self._connect(url)
+
+    def _connect(self, url: sa.URL) -> tuple[_Line, _Line]:
+        """One line for the writer, one for everybody who reads."""
+        if self.exclusive:
+            engine = sa.create_engine(url, connect_args={"check_same_thread": False})
+            sa.event.listen(engine, "connect", _prepare_sqlite)
+
+            async def dispose() -> None:
+                engine.dispose()
+
+            self._dispose = dispose
+            return _ThreadLine(engine), _ThreadLine(engine)
+        # The revisions order transactions; each must see what those before it committed.
+        shared = create_async_engine(url, isolation_level="READ COMMITTED", pool_size=2)
+        self._dispose = shared.dispose
+        # A query is one statement, so it needs no BEGIN and no COMMIT.
+        return _LoopLine(shared), _LoopLine(shared.execution_options(isolation_level="AUTOCOMMIT"))
 
     @classmethod
     async def open(cls, database: str, tracker_id: str) -> Storage:
@@ -210,15 +349,8 @@ class Storage:
         another version's tables), STORAGE_UNAVAILABLE.
         """
         url = _dialect_url(database)
-        lock = _lock_file(url) if url.drivername.startswith("sqlite") else None
-        options: dict[str, Any] = {}
-        if lock is None:
-            # The revisions order transactions; each must see what those before it committed.
-            options = {"isolation_level": "READ COMMITTED", "pool_size": 4}
-        engine = create_async_engine(url, **options)
-        if lock is not None:
-            sa.event.listen(engine.sync_engine, "connect", _prepare_sqlite)
-        storage = cls(engine, tracker_id, lock)
+        lock = _lock_file(url) if _kind(url) == "sqlite" else None
+        storage = cls(url, tracker_id, lock)
         try:
             await storage._start()
         except BaseException as error:
@@ -230,130 +362,139 @@ class Storage:
             raise
         return storage
 
-    @property
-    def name(self) -> str:
-        """The kind of database, for people."""
-        return self._engine.dialect.name
-
     async def _start(self) -> None:
-        async with self._engine.begin() as connection:
-            if not self.exclusive:  # two trackers that start at once would both make the tables
-                await connection.execute(sa.text("SELECT pg_advisory_xact_lock(7265646)"))
-            await connection.run_sync(_METADATA.create_all)
-            first = {"id": 1, "schema_version": _SCHEMA_VERSION, "revision": 0}
-            await connection.execute(
-                self._insert(_REVISIONS).values(first).on_conflict_do_nothing()
-            )
-            found = (await connection.execute(sa.select(_REVISIONS.c.schema_version))).scalar_one()
+        found = await self._write_line.run(self._make_tables)
         if found != _SCHEMA_VERSION:
             raise ControlError(
                 Reason.CONFIGURATION_INVALID,
                 f"expected tables of version {_SCHEMA_VERSION}, the database has {found}; "
                 "use a tracker of that version or another database",
             )
-        self._connection = await self._engine.connect()
-        self._reader = await self._engine.connect()
         self._writer = asyncio.create_task(self._write_forever())
+
+    def _make_tables(self, connection: sa.Connection) -> int:
+        """The version of the tables that are there now."""
+        if not self.exclusive:  # two trackers that start at once would both make the tables
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(7265646)"))
+        _METADATA.create_all(connection)
+        first = {"id": 1, "schema_version": _SCHEMA_VERSION, "revision": 0}
+        connection.execute(self._insert(_REVISIONS).values(first).on_conflict_do_nothing())
+        version: int = connection.execute(sa.select(_REVISIONS.c.schema_version)).scalar_one()
+        return version
 
     async def close(self) -> None:
         """Commits what is pending and lets go of the database."""
         self._closing = True
         self._wake.set()
+        self._hurry.set()
         if self._writer is not None:
             await self._writer
-        for connection in (self._connection, self._reader):
-            if connection is not None:
-                await connection.close()
-        await self._engine.dispose()
+        await self._write_line.close()
+        await self._read_line.close()
+        await self._dispose()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    async def write(self, writes: Iterable[_Write]) -> None:
+    async def write(self, writes: Sequence[Write], *, patient: bool = False) -> None:
         """Returns once all of them are committed, in one transaction.
+
+        Patient writes wait a moment for others to go with.
 
         Raises ControlError (STORAGE_UNAVAILABLE) when they are not.
         """
+        await self.decide(lambda _: Decided(None, writes), patient=patient)
+
+    async def decide(self, rule: Rule[_Answer], *, patient: bool = False) -> _Answer:
+        """The rule's answer, once its writes are committed, in the transaction in which it read.
+
+        Raises ControlError: STORAGE_UNAVAILABLE, and what the rule raises; then nothing of it is
+        written.
+        """
         if self._closing:
             raise ControlError(Reason.STORAGE_UNAVAILABLE, "the tracker is stopping")
-        pending = _Pending(list(writes), asyncio.get_running_loop().create_future())
+        pending = _Pending(rule, asyncio.get_running_loop().create_future())
         self._pending.append(pending)
         self._wake.set()
-        await asyncio.shield(pending.done)
+        if not patient:
+            self._hurry.set()
+        answer: _Answer = await asyncio.shield(pending.done)
+        return answer
 
     async def _write_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        rested = loop.time()
         while not (self._closing and not self._pending):
             await self._wake.wait()
+            if (rest := rested - loop.time()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), rest)
             self._wake.clear()
+            self._hurry.clear()
             batch, self._pending = self._pending, []
             if not batch:
                 continue
             try:
-                await self._commit([write for pending in batch for write in pending.writes])
+                await self._commit(batch)
             except (sa.exc.SQLAlchemyError, OSError):
-                await self._recover()
                 for pending in batch:  # find out whose fault it was
                     await self._commit_alone(pending)
-            else:
-                for pending in batch:
-                    if not pending.done.done():
-                        pending.done.set_result(None)
+            rested = loop.time() + _REST_SECONDS
 
     async def _commit_alone(self, pending: _Pending) -> None:
         try:
-            await self._commit(pending.writes)
+            await self._commit([pending])
         except (sa.exc.SQLAlchemyError, OSError) as error:
-            await self._recover()
             if not pending.done.done():
                 pending.done.set_exception(
                     ControlError(Reason.STORAGE_UNAVAILABLE, f"the database refused: {error}")
                 )
-        else:
-            if not pending.done.done():
-                pending.done.set_result(None)
 
-    async def _recover(self) -> None:
-        """A connection that works again after a failure, if there is one to be had."""
-        with contextlib.suppress(sa.exc.SQLAlchemyError, OSError):
-            assert self._connection is not None
-            await self._connection.close()
-            self._connection = await self._engine.connect()
+    async def _commit(self, batch: Sequence[_Pending]) -> None:
+        rules = [pending.rule for pending in batch]
+        revision, answers = await self._write_line.run(
+            lambda connection: self._apply(connection, rules)
+        )
+        if not self.exclusive:
+            self._own.append(revision)
+        for pending, answer in zip(batch, answers, strict=True):
+            if pending.done.done():
+                continue
+            if isinstance(answer, Exception):
+                pending.done.set_exception(answer)
+            else:
+                pending.done.set_result(answer)
 
-    async def _commit(self, writes: Sequence[_Write]) -> None:
-        connection = self._connection
-        assert connection is not None
-        async with connection.begin():
-            bump = self._cached("bump", _bump)
-            revision = (await connection.execute(bump)).scalar_one()
-            mark = {"revision": revision, "writer": self.tracker_id}
-            # Neighbours of one kind become one call; the order of the rest is kept.
-            rows: list[dict[str, Any]] = []
-            kind: object = None
-            for write in writes:
-                if isinstance(write, Extend):
-                    shape: object = (Extend, write.table.name, tuple(write.values))
-                    row = {f"key_{name}": value for name, value in write.key.items()}
-                    row |= {f"if_{name}": value for name, value in write.only_if.items()}
-                    row |= write.values
-                else:
-                    shape = (type(write), write.table.name)
-                    row = dict(write.row)
-                if shape != kind and rows:
-                    await connection.execute(self._statements[kind], rows)
-                    rows = []
-                kind = shape
-                if kind not in self._statements:
-                    self._statements[kind] = self._statement(write)
-                rows.append(row | mark)
-            if rows:
-                await connection.execute(self._statements[kind], rows)
+    def _apply(
+        self, connection: sa.Connection, rules: Sequence[Rule[Any]]
+    ) -> tuple[int, list[Any]]:
+        """The transaction's revision, and answers of the rules or what they raised."""
+        revision = connection.execute(self._cached("bump", _bump)).scalar_one()
+        transaction = _Transaction(self, connection, revision)
+        answers: list[Any] = []
+        for rule in rules:
+            try:
+                decided = rule(transaction)
+            except (sa.exc.SQLAlchemyError, OSError):
+                raise
+            except Exception as error:
+                answers.append(error)
+                continue
+            transaction.add(decided.writes)
+            answers.append(decided.answer)
+        transaction.flush()
+        return revision, answers
 
-    def _cached(self, key: str, make: Any) -> Any:
+    def statement(self, shape: object, write: Upsert | Insert | Extend) -> Any:
+        """The statement for writes of a shape, made once."""
+        return self._cached(shape, lambda: self._statement(write))
+
+    def _cached(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._statements:
             self._statements[key] = make()
         return self._statements[key]
 
-    def _statement(self, write: _Write) -> Any:
+    def _statement(self, write: Upsert | Insert | Extend) -> Any:
         table = write.table
         if isinstance(write, Extend):
             conditions = [table.c[name] == sa.bindparam(f"key_{name}") for name in write.key]
@@ -368,57 +509,108 @@ class Storage:
         others = {c.name: insert.excluded[c.name] for c in table.c if not c.primary_key}
         return insert.on_conflict_do_update(index_elements=_KEYS[table], set_=others)
 
-    async def read(self, table: sa.Table, keys: Sequence[_Row]) -> list[_Row]:
-        """The rows with these keys, in the keys' order; those that there are."""
-        columns = [table.c[name] for name in _KEYS[table]]
-        found: dict[tuple[Any, ...], _Row] = {}
-        for start in range(0, len(keys), 64):
-            some = [
-                tuple(key[column.name] for column in columns) for key in keys[start : start + 64]
-            ]
-            query = sa.select(table).where(sa.tuple_(*columns).in_(some))
-            for row in await self.query(query):
-                found[tuple(row[column.name] for column in columns)] = row
-        wanted = [tuple(key[column.name] for column in columns) for key in keys]
-        return [found[key] for key in wanted if key in found]
-
     async def query(self, query: sa.Select[Any]) -> Sequence[_Row]:
         """Any rows, as they are committed now. Raises ControlError (STORAGE_UNAVAILABLE)."""
         async with self._reading:
-            assert self._reader is not None
             try:
-                async with self._reader.begin():
-                    rows: Sequence[Any] = (await self._reader.execute(query)).mappings().all()
-                    return rows
+                return await self._read_line.run(lambda connection: _fetch(connection, query))
             except (sa.exc.SQLAlchemyError, OSError) as error:
-                with contextlib.suppress(sa.exc.SQLAlchemyError, OSError):
-                    await self._reader.close()
-                    self._reader = await self._engine.connect()
                 raise ControlError(
                     Reason.STORAGE_UNAVAILABLE, f"the database refused: {error}"
                 ) from error
 
     async def changes(self) -> Changes:
         """Everything at the first call; later what others wrote since the last one."""
-        first = self._seen == 0
         newest = (await self.query(sa.select(_REVISIONS.c.revision)))[0]["revision"]
-        if newest == self._seen:
-            return Changes((), (), (), ())
-        found = []
-        for table in (WORKERS, SESSIONS, EPOCHS, CERTIFICATIONS):
-            query = sa.select(table).where(
-                table.c.revision > self._seen, table.c.revision <= newest
-            )
-            if not first:
-                query = query.where(table.c.writer != self.tracker_id)
-            elif table is SESSIONS:
-                query = query.where(table.c.expires_ms > 0)
-            elif table is EPOCHS:
-                live = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.expires_ms > 0)
-                query = query.where(table.c.session_id.in_(live))
-            found.append(await self.query(query.order_by(table.c.revision)))
+        since, first = self._seen, self._seen == 0
+        own = sum(since < revision <= newest for revision in self._own)
+        if own == newest - since and not first:  # nobody else wrote anything
+            found: list[Sequence[_Row]] = [(), (), (), ()]
+        else:
+            tables = (WORKERS, SESSIONS, EPOCHS, CERTIFICATIONS)
+            found = [await self.query(self._written(table, since, newest)) for table in tables]
         self._seen = newest
+        while self._own and self._own[0] <= newest:
+            self._own.popleft()
         return Changes(*found)
+
+    def _written(self, table: sa.Table, since: int, newest: int) -> sa.Select[Any]:
+        """The rows of others behind one revision and up to another."""
+        query = sa.select(table).where(table.c.revision > since, table.c.revision <= newest)
+        if since:
+            query = query.where(table.c.writer != self.tracker_id)
+        elif table is SESSIONS:
+            query = query.where(table.c.expires_ms > 0)
+        elif table is EPOCHS:
+            live = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.expires_ms > 0)
+            query = query.where(table.c.session_id.in_(live))
+        return query.order_by(table.c.revision)
+
+
+class _Transaction:
+    """Rows on their way into one transaction: neighbours of one kind become one call."""
+
+    def __init__(self, storage: Storage, connection: sa.Connection, revision: int) -> None:
+        self.revision = revision
+        self._storage = storage
+        self._connection = connection
+        self._mark = {"revision": revision, "writer": storage.tracker_id}
+        self._statement: Any = None
+        self._waiting: list[dict[str, Any]] = []
+
+    def add(self, writes: Sequence[Write]) -> None:
+        """Takes up writes; their order is kept."""
+        for write in writes:
+            if isinstance(write, Extend):
+                names = (tuple(write.only_if), tuple(write.values))
+                shape: object = (Extend, write.table.name, names)
+                row = {f"key_{name}": value for name, value in write.key.items()}
+                row |= {f"if_{name}": value for name, value in write.only_if.items()}
+                row |= write.values
+            elif isinstance(write, Purge):
+                self.flush()
+                self._purge(write)
+                continue
+            else:
+                shape = (type(write), write.table.name)
+                row = dict(write.row)
+            statement = self._storage.statement(shape, write)
+            if statement is not self._statement:
+                self.flush()
+                self._statement = statement
+            row |= self._mark
+            self._waiting.append(row)
+
+    def flush(self) -> None:
+        """Executes what was taken up."""
+        if self._waiting:
+            self._connection.execute(self._statement, self._waiting)
+            self._waiting = []
+
+    def _purge(self, purge: Purge) -> None:
+        table = purge.table
+        over = table.c.expires_ms.between(1 - purge.over_since_ms, purge.over_since_ms - 1)
+        if table is SESSIONS:
+            gone = sa.select(table.c.session_id).where(over)
+            self._connection.execute(EPOCHS.delete().where(EPOCHS.c.session_id.in_(gone)))
+        self._connection.execute(table.delete().where(over))
+
+    def rows(self, table: sa.Table, keys: Sequence[_Row]) -> list[_Row]:
+        """See Reading; what was taken up counts."""
+        self.flush()
+        columns = [table.c[name] for name in _KEYS[table]]
+        wanted = [tuple(key[column.name] for column in columns) for key in keys]
+        found: dict[tuple[Any, ...], _Row] = {}
+        for start in range(0, len(wanted), 64):
+            query = sa.select(table).where(sa.tuple_(*columns).in_(wanted[start : start + 64]))
+            for row in _fetch(self._connection, query):
+                found[tuple(row[column.name] for column in columns)] = row
+        return [found[key] for key in wanted if key in found]
+
+
+def _fetch(connection: sa.Connection, query: sa.Select[Any]) -> Sequence[_Row]:
+    rows: Sequence[Any] = connection.execute(query).mappings().all()
+    return rows
 
 
 def _bump() -> Any:

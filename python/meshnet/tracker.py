@@ -30,7 +30,7 @@ from meshnet.clock import Clock
 from meshnet.errors import ControlError, Reason
 from meshnet.routing import Candidate, Demand, LaneIndex, Seam, SelectedRoute
 from meshnet.signing import SigningKey, TrustedKeys
-from meshnet.storage import Extend, Insert, Storage, Upsert
+from meshnet.storage import Decided, Extend, Insert, Purge, Reading, Storage, Upsert, Write
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 
 __all__ = ["Tracker", "TrackerOptions"]
@@ -59,6 +59,9 @@ class TrackerOptions:
     # How often to look for what other trackers wrote, and for what ran out.
     follow_ms: int = 100
     sweep_ms: int = 1_000
+    # How long the database keeps workers and sessions that are over. Receipts stay for good.
+    keep_ms: int = 86_400_000
+    purge_ms: int = 60_000
     # Routes lanes without a certification record. Shown in every answer that it affects.
     admit_dark: bool = False
     trusted: TrustedKeys = TrustedKeys({})  # noqa: RUF009 - immutable
@@ -75,6 +78,8 @@ class _Worker:
     expires_ms: int
     reliability: float
     seams: Mapping[str, Seam]
+    # Of the database, when it was registered or last followed.
+    revision: int = 0
     assigned: int = 0
 
     @property
@@ -102,10 +107,9 @@ class Tracker:
         self._workers: dict[str, _Worker] = {}
         self._sessions: dict[str, _Session] = {}
         self._assigned: dict[str, int] = {}
-        self._reliability: dict[str, float] = {}
         self._lanes: dict[str, dict[str, LaneIndex]] = {}
         self._following = asyncio.Lock()
-        self._ledger = asyncio.Lock()
+        self._next_follow: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -114,6 +118,7 @@ class Tracker:
         tracker = cls(store, options, clock)
         await tracker.follow()
         tracker._tasks.append(asyncio.create_task(tracker._sweep_forever()))
+        tracker._tasks.append(asyncio.create_task(tracker._purge_forever()))
         if not store.exclusive:
             tracker._tasks.append(asyncio.create_task(tracker._follow_forever()))
         return tracker
@@ -145,11 +150,13 @@ class Tracker:
             secrets.randbits(62) + 1,
             request.load,
             self._clock.now_ms() + self.options.lease_ms,
-            self._reliability.get(registration.worker_id, 1.0),
+            1.0,
             _seams(request.load.seams or registration.seams),
         )
+        worker.revision, worker.reliability = await self._storage.decide(
+            lambda reading: _register(reading, worker)
+        )
         self._place(worker)
-        await self._storage.write([_worker_row(worker)])
         admission, reason = self._admission(worker.lane)
         return pb.RegisterResponse(
             generation=worker.generation,
@@ -189,7 +196,8 @@ class Tracker:
                         "expires_ms": worker.expires_ms,
                     },
                 )
-            ]
+            ],
+            patient=True,
         )
         return pb.HeartbeatResponse(
             lease_ms=self.options.lease_ms, admission=self._admission(worker.lane)[0]
@@ -198,29 +206,44 @@ class Tracker:
     async def deregister(self, request: pb.DeregisterRequest) -> pb.DeregisterResponse:
         """Withdraws a worker."""
         await self._catch_up()
+        now = self._clock.now_ms()
         worker = self._workers.get(request.worker_id)
-        if worker is None or request.generation not in (0, worker.generation):
+        if (
+            worker is None
+            or worker.expires_ms <= now
+            or request.generation not in (0, worker.generation)
+        ):
             return pb.DeregisterResponse(found=False)
         self._forget(request.worker_id)
         withdrawn = Extend(
             storage.WORKERS,
             {"worker_id": request.worker_id},
             {"generation": worker.generation},
-            {"expires_ms": 0},
+            # No heartbeat that another tracker takes at this moment finds this generation.
+            {"generation": 0, "expires_ms": -now},
         )
         await self._storage.write([withdrawn])
-        return pb.DeregisterResponse(found=worker.expires_ms > self._clock.now_ms())
+        held = self._workers.get(request.worker_id)
+        if held is not None and held.generation == worker.generation:  # followed meanwhile
+            self._forget(request.worker_id)
+        return pb.DeregisterResponse(found=True)
 
     def _place(self, worker: _Worker) -> None:
-        """Takes a registration into memory, in place of an earlier one."""
+        """Takes a registration into memory, in place of an earlier one.
+
+        One that is over is kept as well until the next sweep, so that nothing older follows it.
+        """
         worker_id = worker.registration.worker_id
-        old = self._workers.get(worker_id)
-        if old is not None and old.lane != worker.lane:
+        held = self._workers.get(worker_id)
+        if held is not None and held.revision > worker.revision:
+            return
+        over = worker.expires_ms <= self._clock.now_ms()
+        if held is not None and (over or held.lane != worker.lane):
             self._forget(worker_id)
         self._workers[worker_id] = worker
         worker.assigned = self._assigned.get(worker_id, 0)
-        self._reliability[worker_id] = worker.reliability
-        self._index(worker)
+        if not over:
+            self._index(worker)
 
     def _index(self, worker: _Worker) -> None:
         """Tells routing what is known of a worker."""
@@ -251,8 +274,10 @@ class Tracker:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        lanes = self._lanes[worker.registration.model_id]
-        lane = lanes[worker.registration.fingerprint]
+        lanes = self._lanes.get(worker.registration.model_id, {})
+        lane = lanes.get(worker.registration.fingerprint)
+        if lane is None:  # was over when it came
+            return
         lane.remove(worker_id)
         if not len(lane):
             del lanes[worker.registration.fingerprint]
@@ -276,19 +301,22 @@ class Tracker:
         _check_identifier("session_id", request.session_id, empty=True)
         await self._catch_up()
         session_id = request.session_id or secrets.token_hex(16)
-        open_session = self._session(session_id)
-        if open_session is not None:
-            return self._with_tokens(open_session)
+        if self._session(session_id) is not None:
+            await self._storage.write([])  # whoever opens it right now has committed before that
+            open_session = self._session(session_id)
+            if open_session is not None:
+                return self._with_tokens(open_session)
         ttl = min(request.ttl_ms or self.options.session_ttl_ms, self.options.max_session_ttl_ms)
+        now = self._clock.now_ms()
         demand = Demand(
-            self._clock.now_ms(),
+            now,
             request.seam_bytes,
             frozenset(request.avoid_worker_ids),
             frozenset(request.avoid_node_ids),
         )
         route = self._choose(request.model_id, request.fingerprint, demand)
-        route.session_id, route.epoch, route.ttl_ms = session_id, 1, ttl
-        return await self._record(_Session(route, ttl, self._clock.now_ms() + ttl))
+        route.session_id, route.ttl_ms = session_id, ttl
+        return await self._record(_Session(route, ttl, now + ttl), 0)
 
     async def reroute(self, request: pb.RerouteRequest) -> pb.RouteResponse:
         """The next epoch of a session."""
@@ -304,7 +332,8 @@ class Tracker:
             )
         known = {hop.worker_id for hop in session.route.hops}
         failed = sorted(known & set(request.failed_worker_ids))
-        self._count(failed, succeeded=False)
+        if failed:
+            await self._count([(worker_id, False) for worker_id in failed])
         now = self._clock.now_ms()
         self._assign(session.route, -1)  # its own load is no reason against a worker
         try:
@@ -315,11 +344,9 @@ class Tracker:
             )
         finally:
             self._assign(session.route, 1)
-            if failed:
-                await self._storage.write(self._reliability_rows(failed))
-        route.session_id, route.epoch = request.session_id, request.epoch + 1
-        route.ttl_ms = session.ttl_ms
-        return await self._record(_Session(route, session.ttl_ms, now + session.ttl_ms))
+        route.session_id, route.ttl_ms = request.session_id, session.ttl_ms
+        following = _Session(route, session.ttl_ms, now + session.ttl_ms)
+        return await self._record(following, request.epoch)
 
     def _choose(self, model_id: str, fingerprint: str, demand: Demand) -> pb.RouteResponse:
         """The cheapest route of all admitted lanes of a model. Raises ControlError (NO_ROUTE)."""
@@ -365,29 +392,22 @@ class Tracker:
             admission=self._admission(Lane(model_id, name))[0],
         )
 
-    async def _record(self, session: _Session) -> pb.RouteResponse:
-        """Commits a new epoch; another tracker's, if that was first."""
-        route = session.route
+    async def _record(self, session: _Session, before: int) -> pb.RouteResponse:
+        """Commits the epoch behind `before`; another's, if that was first."""
+        session_id = session.route.session_id
         self._adopt(session)
-        key = {"session_id": route.session_id, "epoch": route.epoch}
-        content = route.SerializeToString(deterministic=True)
+        now = self._clock.now_ms()
         try:
-            await self._storage.write(
-                [
-                    _session_row(session),
-                    Insert(storage.EPOCHS, key | {"route": content}),
-                ]
+            kept = await self._storage.decide(
+                lambda reading: _record(reading, session, before, now)
             )
         except ControlError:
-            self._drop_session(route.session_id)
+            if self._sessions.get(session_id) is session:
+                self._drop_session(session_id)
             raise
-        if not self._storage.exclusive:
-            (row,) = await self._storage.read(storage.EPOCHS, [key])
-            if row["route"] != content:
-                kept = pb.RouteResponse.FromString(row["route"])
-                self._adopt(_Session(kept, session.ttl_ms, session.expires_ms))
-        held = self._session(route.session_id)
-        return self._with_tokens(held or session)
+        if self._sessions.get(session_id) is session:
+            self._adopt(kept)
+        return self._with_tokens(kept)
 
     def _with_tokens(self, session: _Session) -> pb.RouteResponse:
         route = pb.RouteResponse()
@@ -407,19 +427,22 @@ class Tracker:
         session = self._session(request.session_id)
         if session is None:
             raise _no_session(request.session_id)
-        session.expires_ms = self._clock.now_ms() + session.ttl_ms
-        await self._storage.write([_session_row(session)])
+        now = self._clock.now_ms()
+        session.expires_ms = now + session.ttl_ms
+        await self._storage.decide(
+            lambda reading: _prolong(reading, request.session_id, now, session.ttl_ms)
+        )
         return pb.TouchSessionResponse(ttl_ms=session.ttl_ms)
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
         """Ends a session."""
         await self._catch_up()
-        session = self._session(request.session_id)
-        if session is None:
+        if self._session(request.session_id) is None:
             return pb.CloseSessionResponse(found=False)
         self._drop_session(request.session_id)
-        session.expires_ms = 0
-        await self._storage.write([_session_row(session)])
+        closed = {"expires_ms": -self._clock.now_ms()}
+        key = {"session_id": request.session_id}
+        await self._storage.write([Extend(storage.SESSIONS, key, {}, closed)])
         return pb.CloseSessionResponse(found=True)
 
     def _session(self, session_id: str) -> _Session | None:
@@ -465,54 +488,30 @@ class Tracker:
             _check_receipt(receipt)
             if wanted.setdefault(_receipt_key(receipt), receipt) != receipt:
                 raise _conflict(receipt)
-        async with self._ledger:
-            await self._catch_up()
-            keys = [_receipt_row(receipt) for receipt in wanted.values()]
-            before = {
-                _receipt_key(receipt): receipt
-                for row in await self._storage.read(storage.RECEIPTS, keys)
-                for receipt in (pb.Receipt.FromString(row["receipt"]),)
-            }
-            for key, held in before.items():
-                if held != wanted[key]:
-                    raise _conflict(held)
-            new = [receipt for key, receipt in wanted.items() if key not in before]
-            completed = [r.worker_id for r in new if r.outcome == pb.OUTCOME_COMPLETED]
-            failed = [r.worker_id for r in new if r.outcome == pb.OUTCOME_FAILED]
-            self._count(completed, succeeded=True)
-            self._count(failed, succeeded=False)
-            writes: list[Any] = [Insert(storage.RECEIPTS, _receipt_row(r)) for r in new]
-            await self._storage.write([*writes, *self._reliability_rows([*completed, *failed])])
-            if new and not self._storage.exclusive:
-                rows = await self._storage.read(storage.RECEIPTS, [_receipt_row(r) for r in new])
-                for receipt, row in zip(new, rows, strict=True):
-                    if pb.Receipt.FromString(row["receipt"]) != receipt:
-                        raise _conflict(receipt)
+        await self._catch_up()
+        recorded, reliability = await self._storage.decide(
+            lambda reading: _add_receipts(reading, wanted)
+        )
+        self._rely(reliability)
         return pb.ReportOutcomeResponse(
-            recorded=len(new), repeated_before=len(request.receipts) - len(new)
+            recorded=recorded, repeated_before=len(request.receipts) - recorded
         )
 
-    def _count(self, worker_ids: Iterable[str], *, succeeded: bool) -> None:
+    async def _count(self, outcomes: Sequence[tuple[str, bool]]) -> None:
         """Takes outcomes into the reliability of workers."""
-        for worker_id in worker_ids:
-            held = self._reliability.get(worker_id, 1.0)
-            self._reliability[worker_id] = held + (float(succeeded) - held) * _OUTCOME_WEIGHT
-            worker = self._workers.get(worker_id)
-            if worker is not None:
-                worker.reliability = self._reliability[worker_id]
-                self._index(worker)
 
-    def _reliability_rows(self, worker_ids: Iterable[str]) -> list[Extend]:
-        return [
-            Extend(
-                storage.WORKERS,
-                {"worker_id": worker_id},
-                {},
-                {"reliability": self._reliability[worker_id]},
-            )
-            for worker_id in sorted(set(worker_ids))
-            if worker_id in self._reliability
-        ]
+        def rule(reading: Reading) -> Decided[Mapping[str, float]]:
+            return _count(reading, outcomes)
+
+        self._rely(await self._storage.decide(rule))
+
+    def _rely(self, reliability: Mapping[str, float]) -> None:
+        """Tells routing what outcomes made of workers."""
+        for worker_id, value in reliability.items():
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.expires_ms > self._clock.now_ms():
+                worker.reliability = value
+                self._index(worker)
 
     async def list_receipts(self, request: pb.ListReceiptsRequest) -> pb.ListReceiptsResponse:
         """A page of the ledger, in the order of the keys."""
@@ -612,8 +611,15 @@ class Tracker:
             await self.follow()
 
     async def follow(self) -> None:
-        """Takes up what other trackers wrote."""
+        """Takes up what other trackers have committed by now."""
+        # One run serves all that wait for it to begin.
+        if self._next_follow is None:
+            self._next_follow = asyncio.create_task(self._follow())
+        await asyncio.shield(self._next_follow)
+
+    async def _follow(self) -> None:
         async with self._following:
+            self._next_follow = None
             changes = await self._storage.changes()
             for row in changes.certifications:
                 try:
@@ -626,18 +632,22 @@ class Tracker:
             self._follow_sessions(changes.sessions, changes.epochs)
 
     def _follow_worker(self, row: Mapping[str, Any]) -> None:
-        worker_id = row["worker_id"]
-        self._reliability[worker_id] = row["reliability"]
-        if row["expires_ms"] <= self._clock.now_ms():
-            self._forget(worker_id)
-            return
-        registration = pb.Registration.FromString(row["registration"])
         load = pb.Load.FromString(row["load"])
+        held = self._workers.get(row["worker_id"])
+        if held is not None and held.generation == row["generation"]:
+            registration = held.registration
+        else:
+            registration = pb.Registration.FromString(row["registration"])
         seams = _seams(load.seams or registration.seams)
         worker = _Worker(
-            registration, row["generation"], load, row["expires_ms"], row["reliability"], seams
+            registration,
+            row["generation"],
+            load,
+            row["expires_ms"],
+            row["reliability"],
+            seams,
+            row["revision"],
         )
-        held = self._workers.get(worker_id)
         if held is not None and held.generation == worker.generation:
             if not _differ(held.seams, seams):
                 worker.seams = held.seams
@@ -647,12 +657,17 @@ class Tracker:
     def _follow_sessions(
         self, sessions: Sequence[Mapping[str, Any]], epochs: Sequence[Mapping[str, Any]]
     ) -> None:
-        routes = {row["session_id"]: pb.RouteResponse.FromString(row["route"]) for row in epochs}
+        routes = {
+            (row["session_id"], row["epoch"]): pb.RouteResponse.FromString(row["route"])
+            for row in epochs
+        }
         now = self._clock.now_ms()
         for row in sessions:
             session_id = row["session_id"]
             held = self._sessions.get(session_id)
-            route = routes.get(session_id) or (held.route if held is not None else None)
+            route = routes.get((session_id, row["epoch"]))
+            if route is None and held is not None and held.route.epoch == row["epoch"]:
+                route = held.route
             if row["expires_ms"] <= now or route is None:
                 self._drop_session(session_id)
             else:
@@ -673,30 +688,110 @@ class Tracker:
             for session_id in [k for k, s in self._sessions.items() if s.expires_ms <= now]:
                 self._drop_session(session_id)
 
+    async def _purge_forever(self) -> None:
+        while True:
+            await self._clock.sleep_ms(self.options.purge_ms)
+            since = self._clock.now_ms() - self.options.keep_ms
+            with contextlib.suppress(ControlError):  # the database may come back
+                await self._storage.write(
+                    [Purge(storage.WORKERS, since), Purge(storage.SESSIONS, since)]
+                )
 
-def _worker_row(worker: _Worker) -> Upsert:
-    return Upsert(
-        storage.WORKERS,
-        {
-            "worker_id": worker.registration.worker_id,
-            "generation": worker.generation,
-            "registration": worker.registration.SerializeToString(),
-            "load": worker.load.SerializeToString(),
-            "expires_ms": worker.expires_ms,
-            "reliability": worker.reliability,
-        },
+
+# ---- Rules: what is decided inside of a transaction ----
+
+
+def _register(reading: Reading, worker: _Worker) -> Decided[tuple[int, float]]:
+    """Revision and reliability of the new registration: earlier work counts on."""
+    worker_id = worker.registration.worker_id
+    held = reading.rows(storage.WORKERS, [{"worker_id": worker_id}])
+    reliability = held[0]["reliability"] if held else 1.0
+    row = {
+        "worker_id": worker_id,
+        "generation": worker.generation,
+        "registration": worker.registration.SerializeToString(),
+        "load": worker.load.SerializeToString(),
+        "expires_ms": worker.expires_ms,
+        "reliability": reliability,
+    }
+    return Decided((reading.revision, reliability), [Upsert(storage.WORKERS, row)])
+
+
+def _record(reading: Reading, session: _Session, before: int, now: int) -> Decided[_Session]:
+    """The session with its new epoch; with that which another opened first.
+
+    `before` is the epoch that the new one follows; 0: the session is to be opened, and goes on
+    counting where an earlier one of the same id ended.
+    """
+    session_id = session.route.session_id
+    held = reading.rows(storage.SESSIONS, [{"session_id": session_id}])
+    newest = held[0]["epoch"] if held else 0
+    is_open = bool(held) and held[0]["expires_ms"] > now
+    if before and not is_open:
+        raise _no_session(session_id)
+    if is_open and newest != before:
+        (row,) = reading.rows(storage.EPOCHS, [{"session_id": session_id, "epoch": newest}])
+        kept = pb.RouteResponse.FromString(row["route"])
+        return Decided(_Session(kept, held[0]["ttl_ms"], held[0]["expires_ms"]))
+    route = pb.RouteResponse()
+    route.CopyFrom(session.route)
+    route.epoch = newest + 1
+    lasting = {"ttl_ms": session.ttl_ms, "expires_ms": session.expires_ms}
+    key = {"session_id": session_id, "epoch": route.epoch}
+    return Decided(
+        _Session(route, session.ttl_ms, session.expires_ms),
+        [
+            Upsert(storage.SESSIONS, key | lasting),
+            Upsert(storage.EPOCHS, key | {"route": route.SerializeToString(deterministic=True)}),
+        ],
     )
 
 
-def _session_row(session: _Session) -> Upsert:
-    return Upsert(
-        storage.SESSIONS,
-        {
-            "session_id": session.route.session_id,
-            "ttl_ms": session.ttl_ms,
-            "expires_ms": session.expires_ms,
-        },
+def _prolong(reading: Reading, session_id: str, now: int, ttl_ms: int) -> Decided[None]:
+    key = {"session_id": session_id}
+    held = reading.rows(storage.SESSIONS, [key])
+    if not held or held[0]["expires_ms"] <= now:
+        raise _no_session(session_id)
+    return Decided(None, [Extend(storage.SESSIONS, key, {}, {"expires_ms": now + ttl_ms})])
+
+
+def _add_receipts(
+    reading: Reading, wanted: Mapping[tuple[Any, ...], pb.Receipt]
+) -> Decided[tuple[int, Mapping[str, float]]]:
+    """How many are new, and what that makes of their workers. Raises ControlError: a conflict."""
+    rows = {key: _receipt_row(receipt) for key, receipt in wanted.items()}
+    for row in reading.rows(storage.RECEIPTS, list(rows.values())):
+        held = pb.Receipt.FromString(row["receipt"])
+        if held != wanted[_receipt_key(held)]:
+            raise _conflict(held)
+        del rows[_receipt_key(held)]
+    counted = _count(
+        reading,
+        [
+            (wanted[key].worker_id, wanted[key].outcome == pb.OUTCOME_COMPLETED)
+            for key in rows
+            if wanted[key].outcome in (pb.OUTCOME_COMPLETED, pb.OUTCOME_FAILED)
+        ],
     )
+    added = [Insert(storage.RECEIPTS, row) for row in rows.values()]
+    return Decided((len(rows), counted.answer), [*added, *counted.writes])
+
+
+def _count(reading: Reading, outcomes: Sequence[tuple[str, bool]]) -> Decided[Mapping[str, float]]:
+    """Reliability of the workers with these outcomes, one after the other."""
+    keys = [{"worker_id": worker_id} for worker_id, _ in outcomes]
+    found = {
+        row["worker_id"]: row["reliability"]
+        for row in (reading.rows(storage.WORKERS, keys) if keys else ())
+    }
+    for worker_id, succeeded in outcomes:
+        if worker_id in found:
+            found[worker_id] += (float(succeeded) - found[worker_id]) * _OUTCOME_WEIGHT
+    writes: list[Write] = [
+        Extend(storage.WORKERS, {"worker_id": worker_id}, {}, {"reliability": value})
+        for worker_id, value in sorted(found.items())
+    ]
+    return Decided(found, writes)
 
 
 def _receipt_key(receipt: pb.Receipt) -> tuple[str, int, str, str]:

@@ -179,6 +179,9 @@ _METRICS = flags.DEFINE_string("metrics_listen", "", "Where to serve /metrics, H
 _ID = flags.DEFINE_string("tracker_id", "", "This tracker's name; the default is a new one.")
 _LEASE = flags.DEFINE_integer("lease_ms", 10_000, "Life of a registration without a heartbeat.")
 _TTL = flags.DEFINE_integer("session_ttl_ms", 300_000, "Life of an untouched route session.")
+_KEEP = flags.DEFINE_integer(
+    "keep_ms", 86_400_000, "How long to keep workers and sessions that are over; receipts stay."
+)
 _TRUSTED = flags.DEFINE_multi_string(
     "trusted_key", [], "PEM file of public keys whose certification records count; repeatable."
 )
@@ -205,6 +208,7 @@ def settings_from_flags() -> TrackerSettings:
     options = TrackerOptions(
         lease_ms=_LEASE.value,
         session_ttl_ms=_TTL.value,
+        keep_ms=_KEEP.value,
         admit_dark=_ADMIT_DARK.value,
         trusted=TrustedKeys.load(pathlib.Path(name) for name in _TRUSTED.value),
         token_key=SigningKey.load(pathlib.Path(_TOKEN_KEY.value)) if _TOKEN_KEY.value else None,

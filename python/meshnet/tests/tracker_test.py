@@ -6,15 +6,26 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from meshnet import route_tokens
 from meshnet.certification import Lane, issue
 from meshnet.errors import ControlError, Reason
 from meshnet.signing import SigningKey
-from meshnet.storage import Storage
+from meshnet.storage import (
+    CERTIFICATIONS,
+    EPOCHS,
+    RECEIPTS,
+    SESSIONS,
+    WORKERS,
+    Decided,
+    Insert,
+    Storage,
+)
+from meshnet.testing import running_tracker
 from meshnet.testing.manual_clock import ManualClock
 from meshnet.tracker import Tracker, TrackerOptions
 
@@ -24,19 +35,10 @@ KEY = SigningKey.generate()
 OPTIONS = TrackerOptions(admit_dark=True, trusted=KEY.trust())
 
 
-@contextlib.asynccontextmanager
-async def running(
+def running(
     database: str, clock: ManualClock, options: TrackerOptions = OPTIONS, name: str = "t1"
-) -> AsyncIterator[Tracker]:
-    storage = await Storage.open(database, name)
-    try:
-        tracker = await Tracker.open(storage, options, clock)
-        try:
-            yield tracker
-        finally:
-            await tracker.close()
-    finally:
-        await storage.close()
+) -> contextlib.AbstractAsyncContextManager[Tracker]:
+    return running_tracker.running(database, clock, options, name)
 
 
 def registration(name: str, begin: int, end: int, **fields: Any) -> pb.Registration:
@@ -401,3 +403,198 @@ async def test_a_fingerprint_has_one_number_of_units(tmp_path: pathlib.Path) -> 
         await register(tracker, "a", 0, 4)
         other = register(tracker, "b", 0, 4, model_units=5)
         assert await refused(other) is Reason.SPAN_INVALID
+
+
+async def test_a_conflicting_report_is_recorded_by_neither_tracker_in_part(
+    shared_database: str,
+) -> None:
+    """Two trackers at once: whichever is second keeps nothing of its call."""
+    clock = ManualClock()
+
+    def receipt(work: str, steps: int) -> pb.Receipt:
+        return pb.Receipt(
+            session_id="s",
+            epoch=1,
+            work_id=work,
+            worker_id="a",
+            node_id="n",
+            outcome=pb.OUTCOME_COMPLETED,
+            output_steps=steps,
+        )
+
+    async with (
+        running(shared_database, clock, name="t1") as one,
+        running(shared_database, clock, name="t2") as two,
+    ):
+        for number in range(20):
+            ours = [receipt(f"both-{number}", 1), receipt(f"one-{number}", 1)]
+            theirs = [receipt(f"two-{number}", 2), receipt(f"both-{number}", 2)]
+            answers = await asyncio.gather(
+                one.report_outcome(pb.ReportOutcomeRequest(receipts=ours)),
+                two.report_outcome(pb.ReportOutcomeRequest(receipts=theirs)),
+                return_exceptions=True,
+            )
+            (lost,) = (a for a in answers if isinstance(a, BaseException))
+            assert isinstance(lost, ControlError)
+            assert lost.reason is Reason.RECEIPT_CONFLICT
+            (kept,) = (a for a in answers if not isinstance(a, BaseException))
+            assert (kept.recorded, kept.repeated_before) == (2, 0)
+            page = await one.list_receipts(pb.ListReceiptsRequest(session_id="s"))
+            found = [r for r in page.receipts if r.work_id.endswith(f"-{number}")]
+            recorded = ours if answers[0] is kept else theirs
+            assert sorted(found, key=str) == sorted(recorded, key=str)
+
+
+async def test_outcomes_at_two_trackers_count_once_each(shared_database: str) -> None:
+    clock = ManualClock()
+    async with (
+        running(shared_database, clock, name="t1") as one,
+        running(shared_database, clock, name="t2") as two,
+    ):
+        await register(one, "a", 0, 4)
+
+        def report(tracker: Tracker, work: str) -> Any:
+            receipt = pb.Receipt(session_id="s", epoch=1, work_id=work, worker_id="a", node_id="n")
+            receipt.outcome = pb.OUTCOME_FAILED
+            return tracker.report_outcome(pb.ReportOutcomeRequest(receipts=[receipt]))
+
+        # The same one twice, another one besides.
+        await asyncio.gather(report(one, "x"), report(two, "x"), report(two, "y"))
+        for tracker in (one, two):
+            listed = await tracker.list_workers(pb.ListWorkersRequest())
+            assert [w.reliability for w in listed.workers] == [0.875 * 0.875]
+
+
+async def test_a_withdrawn_worker_stays_withdrawn(shared_database: str) -> None:
+    """A heartbeat that another tracker takes at the same moment does not bring it back."""
+    clock = ManualClock()
+    async with (
+        running(shared_database, clock, name="t1") as one,
+        running(shared_database, clock, name="t2") as two,
+    ):
+        for _ in range(20):
+            generation = (await register(one, "a", 0, 4)).generation
+            await visible(two)
+            beating = beat(two, "a", generation)
+            leaving = one.deregister(pb.DeregisterRequest(worker_id="a"))
+            await asyncio.gather(beating, leaving, return_exceptions=True)
+            assert await visible(one) == {}
+            assert await visible(two) == {}
+            assert await refused(beat(two, "a", generation)) is Reason.WORKER_UNKNOWN
+
+
+async def test_a_closed_session_is_not_touched_open_again(shared_database: str) -> None:
+    clock = ManualClock()
+    async with (
+        running(shared_database, clock, name="t1") as one,
+        running(shared_database, clock, name="t2") as two,
+    ):
+        await register(one, "a", 0, 4, max_sessions=99)
+        for number in range(20):
+            name = f"s{number}"
+            await route(one, session_id=name)
+            await route(two, session_id=name)
+            await asyncio.gather(
+                one.touch_session(pb.TouchSessionRequest(session_id=name)),
+                two.close_session(pb.CloseSessionRequest(session_id=name)),
+                return_exceptions=True,
+            )
+            for tracker in (one, two):
+                touch = tracker.touch_session(pb.TouchSessionRequest(session_id=name))
+                assert await refused(touch) is Reason.SESSION_UNKNOWN
+
+
+async def test_two_trackers_open_one_session_once(shared_database: str) -> None:
+    clock = ManualClock()
+    async with (
+        running(shared_database, clock, name="t1") as one,
+        running(shared_database, clock, name="t2") as two,
+    ):
+        await register(one, "a", 0, 4, max_sessions=99)
+        await register(one, "b", 0, 4, max_sessions=99)
+        for number in range(20):
+            request = pb.SelectRouteRequest(model_id="m", session_id=f"s{number}")
+            answers = await asyncio.gather(*(t.select_route(request) for t in (one, two, one)))
+            assert answers[0] == answers[1] == answers[2]
+        for tracker in (one, two):
+            listed = await tracker.list_workers(pb.ListWorkersRequest())
+            assert sum(w.assigned_sessions for w in listed.workers) == 20
+
+
+async def test_a_session_id_used_again_goes_on_counting(database: str) -> None:
+    """So that nothing of its earlier life passes for the new one's."""
+    clock = ManualClock()
+    request = pb.SelectRouteRequest(model_id="m", session_id="s")
+    async with running(database, clock) as tracker:
+        await register(tracker, "a", 0, 4)
+        assert (await tracker.select_route(request)).epoch == 1
+        await tracker.close_session(pb.CloseSessionRequest(session_id="s"))
+        assert (await tracker.select_route(request)).epoch == 2
+    async with running(database, clock) as tracker:
+        assert (await tracker.select_route(request)).epoch == 2
+
+
+async def test_what_is_over_is_purged_but_the_ledger(database: str) -> None:
+    clock = ManualClock()
+    options = dataclasses.replace(OPTIONS, keep_ms=50_000, session_ttl_ms=5_000)
+
+    async def rows(table: Any) -> int:
+        return len(await storage.query(sa.select(table)))
+
+    storage = await Storage.open(database, "t1")
+    tracker = await Tracker.open(storage, options, clock)
+    receipt = pb.Receipt(session_id="run-out", epoch=1, work_id="w", worker_id="a", node_id="n")
+    receipt.outcome = pb.OUTCOME_FAILED
+    try:
+        for name in ("run-out", "withdrawn", "alive"):
+            await register(tracker, name, 0, 4, max_sessions=9)
+        for name in ("run-out", "closed"):
+            await route(tracker, session_id=name)
+        await tracker.report_outcome(pb.ReportOutcomeRequest(receipts=[receipt]))
+        await tracker.deregister(pb.DeregisterRequest(worker_id="withdrawn"))
+        await tracker.close_session(pb.CloseSessionRequest(session_id="closed"))
+
+        async def live_on(milliseconds: int) -> None:
+            for _ in range(milliseconds // 5_000):
+                await clock.advance(5_000)
+                await register(tracker, "alive", 0, 4, max_sessions=9)
+                await storage.write([])  # whatever the clock set off is committed
+
+        await live_on(45_000)
+        assert (await rows(WORKERS), await rows(SESSIONS), await rows(EPOCHS)) == (3, 2, 2)
+        await live_on(80_000)
+        assert (await rows(WORKERS), await rows(SESSIONS), await rows(EPOCHS)) == (1, 0, 0)
+        assert await rows(RECEIPTS) == 1
+        assert await route(tracker) == ["alive"]
+    finally:
+        await tracker.close()
+        await storage.close()
+
+
+async def test_a_rule_that_fails_fails_alone(database: str) -> None:
+    """Writes that share its transaction are committed."""
+    storage = await Storage.open(database, "t1")
+
+    def broken(_: Any) -> Any:
+        raise ValueError("not a refusal")
+
+    def refusing(_: Any) -> Any:
+        raise ControlError(Reason.RECEIPT_CONFLICT, "no")
+
+    def row(name: str) -> Insert:
+        return Insert(CERTIFICATIONS, {"record_id": name, "record": b"r"})
+
+    try:
+        found = await asyncio.gather(
+            storage.write([row("a")]),
+            storage.decide(broken),
+            storage.decide(refusing),
+            storage.decide(lambda reading: Decided(reading.revision, [row("b")])),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in found] == [type(None), ValueError, ControlError, int]
+        records = await storage.query(sa.select(CERTIFICATIONS))
+        assert sorted(record["record_id"] for record in records) == ["a", "b"]
+        assert {record["revision"] for record in records} == {found[3]}
+    finally:
+        await storage.close()
