@@ -17,6 +17,7 @@ import binascii
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,7 +25,7 @@ from typing import Any, Final
 from meshnet.errors import ControlError, Reason
 from meshnet.signing import SigningKey, TrustedKeys
 
-__all__ = ["Certification", "CertificationBook", "Lane", "issue"]
+__all__ = ["Certification", "CertificationBook", "Lane", "issue", "read_records"]
 
 VERSION: Final = 1
 _PURPOSE: Final = "certification"
@@ -149,6 +150,27 @@ def issue(
     )
     signature = key.sign(_PURPOSE, unsigned.content())
     return Certification.decode(dataclasses.replace(unsigned, signature=signature).encode())
+
+
+def read_records(file: pathlib.Path) -> list[bytes]:
+    """The records of a file, one a line, as they are; their form is right.
+
+    Raises ControlError (CERTIFICATION_INVALID): with the line that is none.
+    """
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ControlError(
+            Reason.CERTIFICATION_INVALID, f"expected certification records at {file}: {error}"
+        ) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            Certification.decode(line)
+        except ControlError as error:
+            raise ControlError(error.reason, f"{file}, line {number}: {error.message}") from error
+    if not lines:
+        raise ControlError(Reason.CERTIFICATION_INVALID, f"expected a record in {file}, got none")
+    return lines
 
 
 class CertificationBook:

@@ -9,7 +9,7 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshnet.certification import Certification, CertificationBook, Lane, issue
+from meshnet.certification import Certification, CertificationBook, Lane, issue, read_records
 from meshnet.errors import ControlError, Reason
 from meshnet.signing import SigningKey, TrustedKeys
 
@@ -106,3 +106,18 @@ def test_key_files(tmp_path: pathlib.Path) -> None:
     for wrong in (path, tmp_path / "nothing"):
         with pytest.raises(ControlError):
             TrustedKeys.load([wrong])
+
+
+def test_files_of_records(tmp_path: pathlib.Path) -> None:
+    other = issue(KEY, Lane("m", "other"), issued_ms=1, evidence_sha256="ab" * 32)
+    file = tmp_path / "records"
+    file.write_bytes(RECORD.encode() + b"\n" + other.encode() + b"\n")
+    assert read_records(file) == [RECORD.encode(), other.encode()]
+    file.write_bytes(RECORD.encode() + b"\n\n")
+    with pytest.raises(ControlError, match="line 2: expected of a certification record"):
+        read_records(file)
+    for content in (b"", None):
+        file.write_bytes(content) if content is not None else file.unlink()
+        with pytest.raises(ControlError) as error:
+            read_records(file)
+        assert error.value.reason is Reason.CERTIFICATION_INVALID

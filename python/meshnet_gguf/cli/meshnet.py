@@ -33,9 +33,17 @@ COMMANDS = {
         "meshnet_gguf.cli.api_keys",
         "make, list and remove the API keys of a gateway",
     ),
+    "certification": (
+        "meshnet_gguf.cli.certification",
+        "show certification records and give them to trackers",
+    ),
     "chat": (
         "meshnet_gguf.cli.chat",
         "chat with a served model",
+    ),
+    "contract": (
+        "meshnet_gguf.cli.contract",
+        "check, lock and sign performance contracts, and hold results against them",
     ),
     "inspect": (
         "meshnet_gguf.cli.inspect",

@@ -1,0 +1,59 @@
+"""The command `meshnet contract`."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+from typing import Any
+
+PROGRAM = pathlib.Path(os.environ["MESHNET"]).absolute()
+CONTRACTS = pathlib.Path(os.environ["CONTRACT"]).absolute().parent
+
+
+def contract(*arguments: str | pathlib.Path, code: int = 0) -> Any:
+    command = [PROGRAM, "contract", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == code, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def test_our_contracts_are_locked_and_nobody_has_signed() -> None:
+    (alpha, beta) = contract("check")["contracts"]
+    assert (alpha["contract"], beta["contract"]) == ("alpha.v1", "beta.v1")
+    lock = json.loads((CONTRACTS / "lock.json").read_text())
+    assert alpha["sha256"] == lock["alpha.v1"]["sha256"]
+    assert (alpha["approved_by"], alpha["approval_is_trusted"]) == (None, False)
+
+
+def test_from_the_lock_to_a_decision(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "alpha.v1.yaml"
+    shutil.copyfile(CONTRACTS / file.name, file)
+    unlocked = contract("check", file, code=1)["error"]
+    assert unlocked["reason"] == "CONFIGURATION_INVALID"
+    assert "is not locked" in unlocked["message"]
+    locked = contract("lock", file)
+
+    subprocess.run([PROGRAM, "keys", "make", tmp_path / "me.pem"], check=True, capture_output=True)
+    contract("approve", file, "--key", tmp_path / "me.pem", "--by", "A. Person")
+    trusted = ("--trusted-key", tmp_path / "me.pem.pub")
+    (checked,) = contract("check", file, *trusted)["contracts"]
+    assert (checked["approved_by"], checked["approval_is_trusted"]) == ("A. Person", True)
+
+    results = {
+        "schema_version": 1,
+        "contract": {"name": "alpha", "version": 1, "sha256": locked["sha256"]},
+        "begun_at": "2999-01-01T00:00:00+00:00",
+        "evidence": "fixture",
+        "machine": "none",
+        "rows": [],
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    outcome = contract("evaluate", file, tmp_path / "results.json", *trusted, code=3)
+    assert (outcome["decision"], outcome["passed"]) == ("optimize measured bottleneck", False)
+    assert "dense-parity: expected >= 1, got nothing usable" in outcome["reasons"]
+
+    results["contract"]["sha256"] = "0" * 64  # type: ignore[index]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    refused = contract("evaluate", file, tmp_path / "results.json", *trusted, code=1)["error"]
+    assert "measure anew under it" in refused["message"]
