@@ -31,8 +31,12 @@ __all__ = ["Candidate", "Demand", "LaneIndex", "RouteStage", "Seam", "SelectedRo
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
-# Larger than any sum of costs, small enough to add two of.
-_NEVER = 1 << 61
+# Microseconds: a route that costs fifty days a step is none. A cost and a worker's rank in the
+# order of digests make one number, so that the least number is the least cost, and of equal ones
+# that of the smaller digest.
+_NEVER = 1 << 42
+_RANK_BITS = 20
+_RANK_MASK = (1 << _RANK_BITS) - 1
 _MAX_US = 1 << 40
 _NO_LIMIT = 1 << 62
 # What a lost step costs its session, microseconds: finding out, and reading everything again.
@@ -103,15 +107,35 @@ def stage_cost(candidate: Candidate) -> int:
 
 
 def _transfer(byte_count: int, bytes_per_second: int) -> int:
-    return byte_count * 1_000_000 // bytes_per_second if bytes_per_second else 0
+    taken = byte_count * 1_000_000 // bytes_per_second if bytes_per_second else 0
+    return min(taken, _MAX_US)
 
 
 def _transfers(byte_count: int, bytes_per_second: _Ints) -> _Ints:
     """The same for many at once."""
-    found: _Ints = np.where(
-        bytes_per_second > 0, byte_count * 1_000_000 // np.maximum(bytes_per_second, 1), 0
-    )
+    taken = byte_count * 1_000_000 // np.maximum(bytes_per_second, 1)
+    found: _Ints = np.where(bytes_per_second > 0, np.minimum(taken, _MAX_US), 0)
     return found
+
+
+@dataclass
+class _Joint:
+    """A boundary: who ends and who begins there, and the measured seams between them."""
+
+    sources: _Ints
+    targets: _Ints
+    # Of each seam: its source's slot, its target's place in `targets`, half a round trip, bytes/s.
+    edge_source: _Ints
+    edge_target: _Ints
+    half: _Ints
+    rate: _Ints
+    _moved: tuple[int, _Ints] | None = None
+
+    def moving(self, seam_bytes: int) -> _Ints:
+        """What so many bytes take over each seam."""
+        if self._moved is None or self._moved[0] != seam_bytes:
+            self._moved = (seam_bytes, self.half + _transfers(seam_bytes, self.rate))
+        return self._moved[1]
 
 
 @dataclass(frozen=True)
@@ -125,6 +149,12 @@ class _Search:
     # Of the cheapest way up to and with the worker, and the slot before it there (-1: none).
     cost: _Ints
     before: _Ints
+
+
+def _keyed(cost: _Ints, rank: _Ints) -> _Ints:
+    """Costs, capped, with ranks to tell equal ones apart."""
+    keys: _Ints = (np.minimum(cost, _NEVER) << _RANK_BITS) | rank
+    return keys
 
 
 class _Edges:
@@ -171,7 +201,9 @@ class LaneIndex:
         self._edges: dict[int, _Edges] = {}
         # Per slot: stage cost, access latency, access bytes/s, expiry (0 = unusable), tie-breaker.
         self._columns: _Ints = np.zeros((5, 8), dtype=np.int64)
-        self._members: dict[int, tuple[_Ints, _Ints]] = {}  # per boundary: ending, beginning there
+        self._joints: dict[int, _Joint] = {}
+        # Slots in the order of their digests, and each slot's place in it; None: to be made.
+        self._order: tuple[_Ints, _Ints] | None = None
 
     def __len__(self) -> int:
         """The number of workers."""
@@ -197,6 +229,7 @@ class LaneIndex:
                 self._columns = np.concatenate(
                     [self._columns, np.zeros_like(self._columns)], axis=1
                 )
+        assert slot <= _RANK_MASK
         self._slots[candidate.worker_id] = slot
         digest = hashlib.blake2b(candidate.worker_id.encode(), digest_size=7).digest()
         self._columns[4, slot] = int.from_bytes(digest)
@@ -205,8 +238,9 @@ class LaneIndex:
         self._by_node.setdefault(candidate.node_id, set()).add(slot)
         self._begins.setdefault(begin, set()).add(slot)
         self._ends.setdefault(end, set()).add(slot)
-        self._members.pop(begin, None)
-        self._members.pop(end, None)
+        self._joints.pop(begin, None)
+        self._joints.pop(end, None)
+        self._order = None
         for node in candidate.seams:
             self._measuring.setdefault(node, set()).add(slot)
         self._connect(slot, candidate)
@@ -227,7 +261,7 @@ class LaneIndex:
         for node in candidate.seams:
             self._measuring[node].discard(slot)
         for boundary in (begin, end):
-            self._members.pop(boundary, None)
+            self._joints.pop(boundary, None)
             if boundary in self._edges:
                 self._edges[boundary].drop(slot)
         self._free.append(slot)
@@ -274,15 +308,25 @@ class LaneIndex:
         found = [s for s in (a.seams.get(b.node_id), b.seams.get(a.node_id)) if s is not None]
         return max(found, key=lambda s: (s.round_trip_us, -s.bytes_per_second), default=None)
 
-    def _at(self, boundary: int) -> tuple[_Ints, _Ints]:
-        members = self._members.get(boundary)
-        if members is None:
-            members = (
-                np.array(sorted(self._ends.get(boundary, ())), dtype=np.int64),
-                np.array(sorted(self._begins.get(boundary, ())), dtype=np.int64),
-            )
-            self._members[boundary] = members
-        return members
+    def _joint(self, boundary: int) -> _Joint:
+        joint = self._joints.get(boundary)
+        if joint is None:
+            sources = np.array(sorted(self._ends.get(boundary, ())), dtype=np.int64)
+            targets = np.array(sorted(self._begins.get(boundary, ())), dtype=np.int64)
+            edges = self._edges.get(boundary) or _Edges()
+            source, target, half, rate = edges.rows[:, : edges.count]
+            places = np.searchsorted(targets, target)
+            joint = _Joint(sources, targets, source, places, half, rate)
+            self._joints[boundary] = joint
+        return joint
+
+    def _ordered(self) -> tuple[_Ints, _Ints]:
+        if self._order is None:
+            by_rank = np.argsort(self._columns[4])
+            ranks = np.empty_like(by_rank)
+            ranks[by_rank] = np.arange(by_rank.size)
+            self._order = (by_rank, ranks)
+        return self._order
 
     def _usable(self, demand: Demand) -> npt.NDArray[np.bool_]:
         usable: npt.NDArray[np.bool_] = self._columns[3] > demand.now_ms
@@ -297,95 +341,74 @@ class LaneIndex:
         """The cheapest complete route; None when there is none."""
         usable = self._usable(demand)
         stage = np.where(usable, self._columns[0], _NEVER)
-        access = self._columns[1] + _transfers(demand.seam_bytes, self._columns[2])
         latency = self._columns[1]
-        cost: _Ints = np.full(stage.shape, _NEVER, dtype=np.int64)
-        before: _Ints = np.full(stage.shape, -1, dtype=np.int64)
-        search = _Search(demand.seam_bytes, access, stage, cost, before)
-        first = self._at(0)[1]
+        search = _Search(
+            demand.seam_bytes,
+            latency + _transfers(demand.seam_bytes, self._columns[2]),
+            stage,
+            np.full(stage.shape, _NEVER, dtype=np.int64),
+            np.full(stage.shape, -1, dtype=np.int64),
+        )
+        first = self._joint(0).targets
         # The sampled result goes back over the first worker's access.
-        cost[first] = np.minimum(stage[first] + latency[first], _NEVER)
+        search.cost[first] = np.minimum(stage[first] + latency[first], _NEVER)
         for boundary in sorted(self._begins):
             if 0 < boundary < self.model_units:
-                self._extend(boundary, search)
-        last = self._at(self.model_units)[0]
+                self._extend(self._joint(boundary), search)
+        last = self._joint(self.model_units).sources
         if not last.size:
             return None
-        total = cost[last] + latency[last]
-        chosen = self._least(last, total)
-        if cost[chosen] >= _NEVER:
+        _, ranks = self._ordered()
+        total = search.cost[last] + latency[last]
+        least = int(np.argmin(_keyed(total, ranks[last])))
+        if total[least] >= _NEVER:
             return None
-        slots = [chosen]
-        while before[slots[-1]] >= 0:
-            slots.append(int(before[slots[-1]]))
+        slots = [int(last[least])]
+        while search.before[slots[-1]] >= 0:
+            slots.append(int(search.before[slots[-1]]))
         return self._explain(slots[::-1], demand.seam_bytes)
 
-    def _least(self, slots: _Ints, value: _Ints) -> int:
-        """The slot with the least value; ties go to the smaller digest."""
-        ties = slots[value == np.min(value)]
-        return int(ties[self._columns[4, ties].argmin()])
-
-    def _extend(self, boundary: int, search: _Search) -> None:
+    def _extend(self, joint: _Joint, search: _Search) -> None:
         """Finds the best predecessor of each worker that begins at the boundary."""
-        sources, targets = self._at(boundary)
+        sources, targets = joint.sources, joint.targets
         if not sources.size or not targets.size:
             return
+        by_rank, ranks = self._ordered()
         leaving = search.cost[sources] + search.access[sources]
-        best = np.min(leaving) + search.access[targets]
-        choice = np.full(targets.shape, self._least(sources, leaving), dtype=np.int64)
-        edges = self._edges.get(boundary)
-        if edges is not None and edges.count:
-            self._measure(edges, search, (sources, targets), best, choice)
-        found = best + search.stage[targets]
-        reachable = found < _NEVER
-        search.cost[targets[reachable]] = found[reachable]
-        search.before[targets[reachable]] = choice[reachable]
+        keys = _keyed(leaving, ranks[sources])
+        least = int(np.argmin(keys))
+        if leaving[least] >= _NEVER:
+            return
+        # As if nothing were measured: from the cheapest source everywhere.
+        best = _keyed(leaving[least] + search.access[targets], ranks[sources[least]])
+        if joint.edge_source.size:
+            measured = joint.edge_target[joint.edge_source == sources[least]]
+            if measured.size:
+                self._replace(joint, search, measured, keys, best)
+            through = search.cost[joint.edge_source] + joint.moving(search.seam_bytes)
+            np.minimum.at(best, joint.edge_target, _keyed(through, ranks[joint.edge_source]))
+        search.cost[targets] = np.minimum((best >> _RANK_BITS) + search.stage[targets], _NEVER)
+        search.before[targets] = by_rank[best & _RANK_MASK]
 
-    def _measure(
-        self,
-        edges: _Edges,
-        search: _Search,
-        members: tuple[_Ints, _Ints],
-        best: _Ints,
-        choice: _Ints,
+    def _replace(
+        self, joint: _Joint, search: _Search, measured: _Ints, keys: _Ints, best: _Ints
     ) -> None:
-        """Puts measured seams in the place of both nodes' access figures.
-
-        `best` and `choice` come as if nothing were measured: from the cheapest source everywhere.
-        """
-        sources, targets = members
-        source, target, half, rate = edges.rows[:, : edges.count]
-        place = np.empty(search.cost.shape, dtype=np.int64)
-        place[targets] = np.arange(targets.size)
-        # Where the seam from the cheapest source is measured, the next source takes its place.
-        left = np.zeros(targets.size, dtype=np.bool_)
-        left[place[target[source == choice[0]]]] = True
-        if left.any():
-            best[left] = _NEVER
-            choice[left] = -1
-            leaving = search.cost[sources] + search.access[sources]
-            for rank in np.lexsort((self._columns[4, sources], leaving))[1:]:
-                if leaving[rank] >= _NEVER or not left.any():
-                    break
-                measured = np.zeros(targets.size, dtype=np.bool_)
-                measured[place[target[source == sources[rank]]]] = True
-                taken = left & ~measured
-                best[taken] = leaving[rank] + search.access[targets[taken]]
-                choice[taken] = sources[rank]
-                left &= measured
-        through = search.cost[source] + half + _transfers(search.seam_bytes, rate)
-        # Least cost first, then the smaller digest; of equal indices the last assignment stays.
-        ranking = np.lexsort((self._columns[4, source], through))[::-1]
-        edge = np.full(targets.shape, -1, dtype=np.int64)
-        edge[place[target[ranking]]] = ranking
-        at = np.flatnonzero(edge >= 0)
-        edge = edge[at]
-        better = (through[edge] < best[at]) | (
-            (through[edge] == best[at])
-            & (self._columns[4, source[edge]] < self._columns[4, choice[at]])
-        )
-        best[at[better]] = through[edge[better]]
-        choice[at[better]] = source[edge[better]]
+        """Where the seam from the cheapest source is measured: the next source in its place."""
+        _, ranks = self._ordered()
+        left = np.zeros(joint.targets.size, dtype=np.bool_)
+        left[measured] = True
+        best[left] = _NEVER << _RANK_BITS
+        for position in np.argsort(keys)[1:]:
+            source = joint.sources[position]
+            leaving = keys[position] >> _RANK_BITS
+            if leaving >= _NEVER or not left.any():
+                break
+            has = np.zeros(joint.targets.size, dtype=np.bool_)
+            has[joint.edge_target[joint.edge_source == source]] = True
+            taken = left & ~has
+            reached = leaving + search.access[joint.targets[taken]]
+            best[taken] = _keyed(reached, ranks[source])
+            left &= has
 
     def _explain(self, slots: list[int], seam_bytes: int) -> SelectedRoute:
         stages = []

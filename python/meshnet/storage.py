@@ -418,7 +418,7 @@ class Storage:
         self._wake.set()
         if not patient:
             self._hurry.set()
-        answer: _Answer = await asyncio.shield(pending.done)
+        answer: _Answer = await pending.done
         return answer
 
     async def _write_forever(self) -> None:

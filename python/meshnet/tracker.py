@@ -41,6 +41,7 @@ _MAX_SEAMS: Final = 64
 _MAX_LABELS: Final = 32
 _MAX_LABEL_BYTES: Final = 256
 _MAX_RECEIPTS: Final = 256
+_MAX_SEAM_BYTES: Final = 1 << 40
 _MAX_INT64: Final = 2**63 - 1
 # The share of a new outcome in a worker's reliability.
 _OUTCOME_WEIGHT: Final = 1 / 8
@@ -299,6 +300,7 @@ class Tracker:
         _check_identifier("model_id", request.model_id)
         _check_identifier("fingerprint", request.fingerprint, empty=True)
         _check_identifier("session_id", request.session_id, empty=True)
+        _check_range("seam_bytes", request.seam_bytes, 0, _MAX_SEAM_BYTES)
         await self._catch_up()
         session_id = request.session_id or secrets.token_hex(16)
         if self._session(session_id) is not None:
@@ -320,6 +322,7 @@ class Tracker:
 
     async def reroute(self, request: pb.RerouteRequest) -> pb.RouteResponse:
         """The next epoch of a session."""
+        _check_range("seam_bytes", request.seam_bytes, 0, _MAX_SEAM_BYTES)
         await self._catch_up()
         session = self._session(request.session_id)
         if session is None:

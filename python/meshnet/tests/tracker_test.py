@@ -598,3 +598,14 @@ async def test_a_rule_that_fails_fails_alone(database: str) -> None:
         assert {record["revision"] for record in records} == {found[3]}
     finally:
         await storage.close()
+
+
+async def test_nonsense_in_a_demand_is_refused(tmp_path: pathlib.Path) -> None:
+    async with running(f"sqlite:///{tmp_path}/t.db", ManualClock()) as tracker:
+        await register(tracker, "a", 0, 4, access_bytes_per_second=1, access_latency_us=2**32 - 1)
+        assert await route(tracker, seam_bytes=2**40, session_id="s") == ["a"]
+        for call in (
+            route(tracker, seam_bytes=2**64 - 1),
+            tracker.reroute(pb.RerouteRequest(session_id="s", epoch=1, seam_bytes=2**63)),
+        ):
+            assert await refused(call) is Reason.FIELD_OUT_OF_BOUNDS
