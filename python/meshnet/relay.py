@@ -111,6 +111,7 @@ class Relay:
         self._record = record or _print_record
         self._listeners: dict[str, _Listener] = {}
         self._calls: dict[str, _Call] = {}
+        self._refused = telemetry.refused
         self._finished = telemetry.counter("calls_finished_total", "Calls over.", ("outcome",))
         self._frames = telemetry.counter("frames_total", "Frames carried.", ("direction",))
         self._bytes = telemetry.counter("bytes_total", "Bytes carried.", ("direction",))
@@ -136,6 +137,7 @@ class Relay:
             if len(self._listeners) >= self._options.max_listeners:
                 raise ControlError(Reason.PEER_UNREACHABLE, "the relay has no room for listeners")
         except ControlError as error:
+            self._refused("Listen", error.reason)
             await abort(context, error)
         listener = _Listener(peer_id, asyncio.Queue())
         older = self._listeners.get(peer_id)
@@ -157,6 +159,7 @@ class Relay:
         try:
             call, listener = await self._open(context)
         except ControlError as error:
+            self._refused("Connect", error.reason)
             await abort(context, error)
         try:
             callee = await self._taken_up(call)
@@ -249,6 +252,7 @@ class Relay:
                 raise ControlError(Reason.CALL_UNKNOWN, "expected the id of a call that waits")
             _authenticate(context, call.opened.callee_id)
         except ControlError as error:
+            self._refused("Accept", error.reason)
             await abort(context, error)
         call.callee.set_result(context)
         try:
@@ -382,15 +386,17 @@ def _check_identifier(name: str, value: str) -> None:
 def _authenticate(context: _Context, peer_id: str) -> None:
     """With TLS, a peer is one of its certificate's names."""
     names = context.auth_context()
-    if "transport_security_type" not in names:
+    if b"insecure" in names.get("transport_security_type", (b"insecure",)):
         return
     known = [
         name
         for kind in ("x509_subject_alternative_name", "x509_common_name")
         for name in names.get(kind, ())
     ]
-    if known and peer_id.encode() not in known:
+    if peer_id.encode() not in known:
         raise ControlError(
             Reason.UNAUTHENTICATED,
-            f"expected a name of the certificate ({b', '.join(known).decode()}), got {peer_id}",
+            "expected a name of the certificate "
+            f"({b', '.join(known).decode(errors='replace') or 'it has none'}), got {peer_id}; "
+            "call under that name, or have a certificate issued for this one",
         )

@@ -20,7 +20,7 @@ import prometheus_client as prometheus
 from meshnet.errors import ControlError, Reason
 from meshnet.transport import is_loopback
 
-__all__ = ["Telemetry"]
+__all__ = ["Telemetry", "serve_metrics"]
 
 _Answer = TypeVar("_Answer")
 _LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -31,6 +31,8 @@ class Telemetry:
 
     def __init__(self, program: str) -> None:
         self.registry = prometheus.CollectorRegistry()
+        # Memory, processor time, open files.
+        prometheus.ProcessCollector(registry=self.registry)
         self._prefix = f"meshnet_{program}"
         self._methods: dict[str, tuple[prometheus.Counter, prometheus.Histogram]] = {}
         self._calls = self.counter("calls_total", "Calls by method.", ("method",))
@@ -56,37 +58,19 @@ class Telemetry:
         gauge = prometheus.Gauge(f"{self._prefix}_{name}", help_text, registry=self.registry)
         gauge.set_function(read)
 
+    def refused(self, method: str, reason: Reason) -> None:
+        """Counts the refusal of a call that observe() does not see."""
+        self._refusals.labels(method, reason.name).inc()
+
     def text(self) -> str:
         """All metrics in Prometheus's format."""
         return prometheus.generate_latest(self.registry).decode()
 
-    @contextlib.contextmanager
-    def serve(self, listen: str, *, insecure: bool = False) -> Iterator[int]:
-        """Serves /metrics on HOST:PORT while the block runs; gives the port.
-
-        Raises ControlError: INSECURE_TRANSPORT for an address beyond loopback without `insecure`,
-        CONFIGURATION_INVALID.
-        """
-        if not insecure and not is_loopback(listen):
-            raise ControlError(
-                Reason.INSECURE_TRANSPORT,
-                f"expected a loopback address for metrics, got {listen}; or say --insecure",
-            )
-        host, _, port = listen.rpartition(":")
-        try:
-            server, thread = prometheus.start_http_server(
-                int(port), host.strip("[]"), self.registry
-            )
-        except (OSError, ValueError) as error:
-            raise ControlError(
-                Reason.CONFIGURATION_INVALID, f"expected to serve metrics on {listen}: {error}"
-            ) from error
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def serve(
+        self, listen: str, *, insecure: bool = False
+    ) -> contextlib.AbstractContextManager[int]:
+        """As serve_metrics()."""
+        return serve_metrics(self.registry, listen, insecure=insecure)
 
     def _of(self, method: str) -> tuple[prometheus.Counter, prometheus.Histogram]:
         """A method's counter and histogram: finding them by label takes longer than counting."""
@@ -104,7 +88,36 @@ class Telemetry:
         try:
             return await call()
         except ControlError as error:
-            self._refusals.labels(method, error.reason.name).inc()
+            self.refused(method, error.reason)
             raise
         finally:
             seconds.observe(time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def serve_metrics(
+    registry: prometheus.CollectorRegistry, listen: str, *, insecure: bool = False
+) -> Iterator[int]:
+    """Serves /metrics on HOST:PORT while the block runs; gives the port.
+
+    Raises ControlError: INSECURE_TRANSPORT for an address beyond loopback without `insecure`,
+    CONFIGURATION_INVALID.
+    """
+    if not insecure and not is_loopback(listen):
+        raise ControlError(
+            Reason.INSECURE_TRANSPORT,
+            f"expected a loopback address for metrics, got {listen}; or say --insecure",
+        )
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = prometheus.start_http_server(int(port), host.strip("[]"), registry)
+    except (OSError, ValueError) as error:
+        raise ControlError(
+            Reason.CONFIGURATION_INVALID, f"expected to serve metrics on {listen}: {error}"
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

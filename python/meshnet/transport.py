@@ -3,6 +3,9 @@
 port = bind(server, "0.0.0.0:7000", TlsFiles(cert, key, ca)) channel =
 dial("tracker.example.org:7000", TlsFiles(cert, key, ca))
 
+A server reads its TLS files again at every handshake: certificates are renewed, and authorities
+replaced, without a restart.
+
 
 """
 
@@ -10,12 +13,16 @@ from __future__ import annotations
 
 import ipaddress
 import pathlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 
 from meshnet.errors import ControlError, Reason
 
@@ -58,6 +65,27 @@ class TlsFiles:
                 Reason.CONFIGURATION_INVALID, f"expected a readable file: {error}"
             ) from error
 
+    def checked(self) -> tuple[bytes, bytes, bytes]:
+        """Their contents, which fit each other. Raises ControlError (CONFIGURATION_INVALID)."""
+        certificate, key, authority = self.read()
+        try:
+            ours = x509.load_pem_x509_certificate(certificate).public_key()
+            private: Any = serialization.load_pem_private_key(key, None)
+            fits = private.public_key() == ours
+            x509.load_pem_x509_certificates(authority)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID,
+                f"expected PEM files at {self.certificate}, {self.key} and {self.authority}: "
+                f"{error}",
+            ) from error
+        if not fits:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID,
+                f"expected {self.key} to be the key of {self.certificate}",
+            )
+        return certificate, key, authority
+
 
 def is_loopback(endpoint: str) -> bool:
     """Whether HOST:PORT (or [HOST]:PORT) stays on this machine."""
@@ -96,16 +124,44 @@ def bind(
         if tls is None:
             port = server.add_insecure_port(listen)
         else:
-            certificate, key, authority = tls.read()
-            credentials = grpc.ssl_server_credentials(
-                [(key, certificate)], root_certificates=authority, require_client_auth=True
-            )
-            port = server.add_secure_port(listen, credentials)
+            port = server.add_secure_port(listen, _server_credentials(tls))
     except RuntimeError as error:
         raise ControlError(
             Reason.CONFIGURATION_INVALID, f"expected to listen on {listen}: {error}"
         ) from error
     return port
+
+
+def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Mutual TLS by what the files hold at each handshake.
+
+    Files that cannot be read, or do not fit each other while they are being replaced, change
+    nothing.
+    """
+    lock = threading.Lock()
+    current = tls.checked()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        with lock:
+            try:
+                found = tls.checked()
+            except ControlError:
+                return None
+            if found == current:
+                return None
+            current = found
+            return _configuration(*found)
+
+    # grpc-stubs do not know that None keeps what is in use.
+    fetcher: Any = fetch
+    return grpc.dynamic_ssl_server_credentials(_configuration(*current), fetcher, True)
+
+
+def _configuration(
+    certificate: bytes, key: bytes, authority: bytes
+) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
 def dial(endpoint: str, tls: TlsFiles | None = None, *, insecure: bool = False) -> grpc.aio.Channel:

@@ -37,6 +37,10 @@ COMMANDS = {
         "meshnet_gguf.cli.certification",
         "show certification records and give them to trackers",
     ),
+    "certs": (
+        "meshnet_gguf.cli.certs",
+        "make the certificates by which the programs of a mesh know each other",
+    ),
     "chat": (
         "meshnet_gguf.cli.chat",
         "chat with a served model",
@@ -64,6 +68,10 @@ COMMANDS = {
     "plan": (
         "meshnet_gguf.cli.plan",
         "propose which machine takes which layers of a model",
+    ),
+    "metrics": (
+        "meshnet_gguf.cli.metrics",
+        "show workers' metrics, or serve them for Prometheus",
     ),
     "provision": (
         "meshnet_gguf.cli.provision",

@@ -63,6 +63,7 @@ from meshnet_gguf.registration import (
     make_load,
     make_registration,
 )
+from meshnet_gguf.worker_metrics import WorkerMetrics
 from proto.meshnet.control.v1 import node_pb2_grpc, tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -126,6 +127,8 @@ class Node:
         self._peers: list[PeerMeasurement] = []
         self._endpoint = ""
         self._registered = False
+        # Who is asked for metrics.
+        self._scraped: dict[str, WorkerClient] = {}
         self._telemetry = Telemetry("node")
         self._starts = self._telemetry.counter("worker_starts_total", "Worker processes started.")
         self._losses = self._telemetry.counter(
@@ -187,6 +190,7 @@ class Node:
             node_pb2_grpc.add_NodeServiceServicer_to_server(NodeService(config.node_id), server)
             port = bind(server, config.listen, config.tls, insecure=config.insecure)
             self._endpoint = config.advertise or f"{config.listen.rpartition(':')[0]}:{port}"
+            self._telemetry.registry.register(WorkerMetrics(lambda: self._scraped))
             metrics_port = 0
             if config.metrics_listen:
                 metrics_port = stack.enter_context(
@@ -211,9 +215,13 @@ class Node:
                 return 0
             began = self._clock.now_ms()
             async with self._client(worker) as client:
-                capability = await client.capability()
-                self._check(capability)
-                await self._serve(worker, client, capability, tracker, ended)
+                self._scraped = {self._worker_id: client}
+                try:
+                    capability = await client.capability()
+                    self._check(capability)
+                    await self._serve(worker, client, capability, tracker, ended)
+                finally:
+                    self._scraped = {}
             grace = self.config.supervision.drain_ms / 1000  # told to end: sessions may finish
             return self._clock.now_ms() - began
         finally:

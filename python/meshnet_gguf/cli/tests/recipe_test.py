@@ -1,4 +1,4 @@
-"""The commands `meshnet recipe`, on real workers, and `meshnet keys`."""
+"""The commands `meshnet recipe`, on real workers, `meshnet keys` and `meshnet certs`."""
 
 import asyncio
 import json
@@ -83,3 +83,21 @@ async def test_keys(tmp_path: pathlib.Path) -> None:
     again = await answer("keys", "make", str(path), code=1)  # never over another key
     assert again["error"]["reason"] == "CONFIGURATION_INVALID"
     assert (await meshnet("keys", "explode", str(path)))[0] == 2
+
+
+async def test_certs(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "ca"
+    (made,) = (await answer("certs", "init", str(folder)))["certificates"]
+    assert made["is_authority"]
+    issued = await answer("certs", "issue", str(folder), "w1", "--host=10.0.0.5", "--days=7")
+    assert issued["written"] == [str(folder / "w1.pem"), str(folder / "w1.key")]
+    (facts,) = issued["certificates"]
+    assert (facts["common_name"], facts["names"]) == ("w1", ["w1", "10.0.0.5"])
+    assert stat.S_IMODE((folder / "w1.key").stat().st_mode) == 0o600
+    assert len((await answer("certs", "rotate", str(folder)))["certificates"]) == 2
+    assert len((await answer("certs", "retire", str(folder)))["certificates"]) == 1
+    _, text, _ = await meshnet("certs", "show", str(folder / "w1.pem"))
+    assert text.startswith("certificate w1 (w1, 10.0.0.5), issued by meshnet, until ")
+    refused = await answer("certs", "init", str(folder), code=1)
+    assert refused["error"]["reason"] == "CONFIGURATION_INVALID"
+    assert (await meshnet("certs", "issue", str(folder)))[0] == 2
