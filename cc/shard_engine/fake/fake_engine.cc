@@ -178,6 +178,7 @@ class FakeEngine : public ShardEngine {
         {"vocabulary_size", absl::StrCat(options.vocabulary_size)},
         {"width", absl::StrCat(options.width)},
     };
+    if (!options.recipe.empty()) c.recipe = options.recipe;
     c.recipe_fingerprint = RecipeFingerprint(c.recipe);
     return c;
   }

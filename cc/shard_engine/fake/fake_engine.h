@@ -16,6 +16,8 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -47,6 +49,8 @@ struct FakeEngineOptions {
   absl::Duration lru_min_idle = absl::Seconds(10);
   // Distinguishes one pretended artifact from another: changes its hash, nothing else.
   std::string artifact_name = "fixture";
+  // Another recipe than its own; empty: its own.
+  std::vector<std::pair<std::string, std::string>> recipe;
   std::function<absl::Time()> now = absl::Now;
 
   // --- Injections. Steps are counted from 1 in the order they run, warm-up not included. ---

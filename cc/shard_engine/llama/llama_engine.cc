@@ -29,6 +29,7 @@
 #include "ggml-backend.h"
 #include "llama-ext.h"
 #include "llama.h"
+#include "llama_cpp_build_options.h"
 #include "llama_cpp_identity.h"
 #include "third_party/llama_cpp/cpu_backend.h"
 
@@ -809,6 +810,16 @@ BoundarySchema Boundary(const ArtifactHeader& header) {
                                            : DenseResidualSchema(header.embedding);
 }
 
+// The compiler and its flags: what the kernels' sums are made of besides their source.
+std::string BuildOptions() {
+#if defined(__clang__)
+  constexpr absl::string_view kCompiler = "clang";
+#else
+  constexpr absl::string_view kCompiler = "gcc";
+#endif
+  return absl::StrCat(kCompiler, " ", __VERSION__, " ", llama_cpp::kKernelOptions);
+}
+
 // What can change a bit of a result, and nothing else. Not here: the range, the number of slots and
 // the context's length (a slot's cells and padding do not depend on them), polling, limits and
 // budgets.
@@ -829,6 +840,7 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
       {"backend", "cpu"},
       {"batch_policy", exact ? "exact" : "shared"},
       {"boundary_schema", absl::StrCat(boundary.name, "/", boundary.version)},
+      {"build_options", BuildOptions()},
       // The kernels that run, and whether weights are rearranged for them: each sums in its own
       // order.
       {"cpu_variant", cpu_variant},
