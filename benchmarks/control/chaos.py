@@ -3,8 +3,9 @@
     found = await run_chaos(ChaosOptions(kills=100, seed=1))
     found.violations()      # [] when it held
 
-Two nodes serve each half of a fake model. Clients ask without a pause; meanwhile workers, nodes and
-the tracker are killed, one at a time, and started again as an operator's init system would. Then:
+Two nodes serve each half of a fake model, one of them through a relay. Clients ask without a pause;
+meanwhile workers, nodes, the tracker and the relay are killed, one at a time, and started again as
+an operator's init system would. Then:
 
 - every request ended within its deadline, in the right answer or in an error with a reason;
 - no registration outlives its lease, and no worker its node;
@@ -42,7 +43,7 @@ _LAYERS: Final = 8
 _TOKENS: Final = 16
 _LEASE_MS: Final = 1_500
 _SESSION_TTL_MS: Final = 3_000
-_KINDS: Final = ("worker", "worker", "node", "tracker")
+_KINDS: Final = ("worker", "node", "tracker", "relay")
 _SETTLE_SECONDS: Final = 60.0
 _SUPERVISION: Final = {
     "backoff_first_ms": 20,
@@ -108,6 +109,7 @@ async def run_chaos(
         supervision=_SUPERVISION,
         lease_ms=_LEASE_MS,
         session_ttl_ms=_SESSION_TTL_MS,
+        relayed=[1],
     )
     async with mesh:
         run = _Run(mesh, options, result)
@@ -225,6 +227,10 @@ class _Run:
             elif kind == "node":
                 await node.kill()
                 await self._mesh.restart_node(index)
+            elif kind == "relay":
+                assert self._mesh.relay is not None
+                await self._mesh.relay.kill()
+                await self._mesh.start_relay()
             else:
                 assert self._mesh.tracker is not None
                 await self._mesh.tracker.kill()

@@ -5,7 +5,8 @@ the whole model in one more worker with the same batch shapes and compares. With
 fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>. --fixture takes a
 small random model that the build makes: it writes gibberish, and parity is the point. --tracker
 starts a tracker and a node for each stage as well: the nodes start and register the workers, the
-tracker chooses the route, and its ledger has every stage's receipt in the end.
+tracker chooses the route, and its ledger has every stage's receipt in the end. The second stage is
+reached through a relay then, as a worker is that can only dial out.
 
 Example:
 
@@ -52,6 +53,7 @@ from meshnet_gguf.client import (
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
 from meshnet_gguf.local_mesh import LocalMesh
+from meshnet_gguf.logged_process import PythonProgram
 from meshnet_gguf.models import fetch_model
 from meshnet_gguf.route_source import Outcome, TrackerRouteSource
 from proto.meshnet.control.v1 import tracker_pb2
@@ -97,12 +99,16 @@ class StageResult:
 class MeshResult:
     """What the tracker had to do with it.
 
-    `nodes` are the route's hops in order, `reckoned_us` what routing reckoned with for a token.
+    `nodes` are the route's hops in order, `reckoned_us` what routing reckoned with for a token;
+    `relayed` are those of the nodes that are reached through the relay, which has carried so many
+    bytes in calls that are over.
     `receipts` counts those of the ledger for the demo's sessions, `completed` those that say so.
     """
 
     admission: str
     nodes: tuple[str, ...]
+    relayed: tuple[str, ...]
+    relayed_bytes: int
     reckoned_us: int
     sessions: int
     receipts: int
@@ -242,9 +248,22 @@ async def _direct_chain(specs: _Specs, ranges: Sequence[LayerRange]) -> AsyncIte
         yield _Chain(route, route.session)
 
 
+async def _relayed_bytes(relay: PythonProgram | None) -> int:
+    """What the relay carried; its books have a call once it is over."""
+    if relay is None:
+        return 0
+    await relay.wait_event("call")
+    return sum(
+        int(str(call[f"bytes_to_{side}"]))
+        for call in relay.events("call")
+        for side in ("callee", "caller")
+    )
+
+
 @contextlib.asynccontextmanager
 async def _tracked_chain(specs: _Specs, ranges: Sequence[LayerRange]) -> AsyncIterator[_Chain]:
-    mesh = LocalMesh(ranges, model=specs.model, worker_flags=specs.flags)
+    relayed = [1] if len(ranges) > 1 else []
+    mesh = LocalMesh(ranges, model=specs.model, worker_flags=specs.flags, relayed=relayed)
     with progress.working(f"starting a tracker and {len(ranges)} nodes"):
         await mesh.__aenter__()
     async with contextlib.AsyncExitStack() as stack:
@@ -270,6 +289,8 @@ async def _tracked_chain(specs: _Specs, ranges: Sequence[LayerRange]) -> AsyncIt
             return MeshResult(
                 admission=tracker_pb2.Admission.Name(chosen[0].admission),
                 nodes=tuple(hop.node_id for hop in chosen[0].hops),
+                relayed=tuple(hop.node_id for hop in chosen[0].hops if hop.relay),
+                relayed_bytes=await _relayed_bytes(mesh.relay),
                 reckoned_us=chosen[0].total_us,
                 sessions=len(chosen),
                 receipts=len(receipts),
@@ -395,6 +416,8 @@ def print_table(result: DemoResult, console: rich.console.Console) -> None:
     if result.mesh is not None:
         console.print(
             f"tracker: {' - '.join(result.mesh.nodes)}, {result.mesh.admission}; "
+            f"{', '.join(result.mesh.relayed) or 'nobody'} through the relay, "
+            f"{result.mesh.relayed_bytes} bytes; "
             f"{result.mesh.receipts} receipts of {result.mesh.sessions} sessions, "
             f"{result.mesh.completed} of them completed",
             highlight=False,

@@ -1,4 +1,4 @@
-"""A tracker and nodes as processes of this machine. For the demo and for tests that kill them.
+"""A tracker, nodes and a relay as processes here. For the demo and for tests that kill them.
 
     async with LocalMesh(ranges, model=path, worker_flags={"threads": 1}) as mesh:
         async with TrackerRouteSource(mesh.trackers, mesh.model_id) as source:
@@ -13,7 +13,7 @@ import asyncio
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +37,8 @@ class LocalMesh:
     """One tracker that admits dark lanes, and a node for each range; ranges may come repeatedly.
 
     Ready when the async context is entered: every node has registered its worker. Without `model`
-    the workers run the fake engine. `supervision` as in a node's configuration.
+    the workers run the fake engine. `supervision` as in a node's configuration. The workers of the
+    ranges that `relayed` counts (from 0) are reached through a relay alone.
 
     Raises MeshnetError on entry when one does not get ready; the others are stopped then.
     """
@@ -52,6 +53,7 @@ class LocalMesh:
         supervision: Mapping[str, int] | None = None,
         lease_ms: int = 10_000,
         session_ttl_ms: int = 300_000,
+        relayed: Collection[int] = (),
         ready_within: float = 120.0,
     ) -> None:
         self.model_id = model_id
@@ -59,11 +61,14 @@ class LocalMesh:
         self.nodes: list[PythonProgram] = []
         self.tracker: PythonProgram | None = None
         self.trackers: list[str] = []
+        self.relay: PythonProgram | None = None
         self._model = model
         self._worker_flags = dict(worker_flags or {})
         self._supervision = dict(supervision or {})
         self._lease_ms = lease_ms
         self._session_ttl_ms = session_ttl_ms
+        self._relayed = frozenset(relayed)
+        self._relay_endpoint = ""
         self._ready_within = ready_within
         self._folder = pathlib.Path()
 
@@ -73,6 +78,8 @@ class LocalMesh:
         try:
             async with asyncio.timeout(self._ready_within):
                 await self.start_tracker()
+                if self._relayed:
+                    await self.start_relay()
                 for number in range(len(self.ranges)):
                     self.nodes.append(await self._node(number))
                 await asyncio.gather(*(self._registered(node) for node in self.nodes))
@@ -110,11 +117,24 @@ class LocalMesh:
             "--admit_dark",
             log=self._log("tracker"),
         )
+        self.trackers = [await self._listening(self.tracker)]
+
+    async def start_relay(self) -> None:
+        """Starts the relay, again at the same address."""
+        self.relay = await PythonProgram.start(
+            _COMMANDS,
+            "relay",
+            f"--listen={self._relay_endpoint or '127.0.0.1:0'}",
+            log=self._log("relay"),
+        )
+        self._relay_endpoint = await self._listening(self.relay)
+
+    @staticmethod
+    async def _listening(server: PythonProgram) -> str:
         try:
-            listening = await self.tracker.wait_event("listening")
+            return str((await server.wait_event("listening"))["address"])
         except RuntimeError as error:
             raise MeshnetError(errors_pb2.REASON_ENGINE_FAILURE, str(error)) from error
-        self.trackers = [str(listening["address"])]
 
     async def restart_node(self, number: int) -> None:
         """A new process for a node that has ended; it has not registered yet."""
@@ -136,7 +156,7 @@ class LocalMesh:
         model: dict[str, Any] = {"id": self.model_id, "layers": [layers.begin, layers.end]}
         if self._model is not None:
             model["file"] = str(self._model)
-        values = {
+        values: dict[str, Any] = {
             "node": {"id": name, "folder": name},
             "tracker": {"endpoints": self.trackers, "timeout_ms": 2000},
             "model": model,
@@ -146,6 +166,8 @@ class LocalMesh:
             },
             "supervision": self._supervision,
         }
+        if number in self._relayed:
+            values["worker"]["relay"] = self._relay_endpoint
         path = self._folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values))
         return await PythonProgram.start(
@@ -171,6 +193,7 @@ class LocalMesh:
 
     async def _stop(self, grace: float) -> None:
         await asyncio.gather(*(node.stop(grace) for node in self.nodes))
-        if self.tracker is not None:
-            await self.tracker.stop(grace)
+        for server in (self.tracker, self.relay):
+            if server is not None:
+                await server.stop(grace)
         shutil.rmtree(self._folder, ignore_errors=True)

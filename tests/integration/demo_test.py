@@ -85,5 +85,8 @@ async def test_the_main_job_through_tracker_and_nodes(model: pathlib.Path | None
     assert result.mesh.admission == "ADMISSION_DARK_ADMITTED"
     assert result.mesh.nodes == ("node-0", "node-1", "node-2")
     assert result.mesh.reckoned_us > 0
+    assert result.mesh.relayed == ("node-1",)
+    # Every boundary of the first seam, there and in no other way.
+    assert result.mesh.relayed_bytes > result.stages[0].seam_bytes_sent
     assert result.mesh.sessions == 2
     assert result.mesh.receipts == result.mesh.completed == 6

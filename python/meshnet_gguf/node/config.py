@@ -39,6 +39,8 @@ _OWN_FLAGS: Final = frozenset(
         "parent_pid",
         "port_file",
         "recipe_fingerprint",
+        "relay",
+        "relay_peer_id",
         "tls_ca",
         "tls_cert",
         "tls_key",
@@ -81,6 +83,7 @@ class NodeConfig:
     binary_sha256: str = ""
     worker_listen: str = "127.0.0.1:0"
     worker_advertise: str = ""
+    worker_relay: str = ""
     worker_flags: Mapping[str, str] = field(default_factory=dict)
     listen: str = "127.0.0.1:0"
     advertise: str = ""
@@ -179,6 +182,7 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
         binary_sha256=worker.get("binary_sha256", ""),
         worker_listen=worker.get("listen", "127.0.0.1:0"),
         worker_advertise=worker.get("advertise", ""),
+        worker_relay=worker.get("relay", ""),
         worker_flags=flags,
         listen=node.get("listen", "127.0.0.1:0"),
         advertise=node.get("advertise", ""),

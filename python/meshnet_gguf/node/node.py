@@ -302,6 +302,10 @@ class Node:
         config = self.config
         model = config.model_file
         flags = [f"--listen={config.worker_listen}"]
+        # Its name at relays: where it listens, and where it calls others.
+        flags.append(f"--relay_peer_id={self._worker_id}")
+        if config.worker_relay:
+            flags.append(f"--relay={config.worker_relay}")
         flags.append(f"--drain_timeout={config.supervision.drain_ms}ms")
         artifact = config.artifact_sha256
         if provisioned is not None:
@@ -330,11 +334,33 @@ class Node:
             within, credentials=self._credentials(), allow_insecure=self.config.insecure
         )
         try:
-            return await _first(_then_true(ready), ended) is not None
+            if await _first(_then_true(ready), ended) is None:
+                return False
+            return await _first(self._reachable(worker, within), ended) is not None
         except MeshnetError as error:
             if worker.exit_code == _EXIT_BIND:
                 raise MeshnetError(errors_pb2.REASON_NOT_READY, error.message) from error
             raise
+
+    async def _reachable(self, worker: WorkerProcess, within: float) -> bool:
+        """Waits until a worker that is called through a relay listens there.
+
+        Raises MeshnetError (NOT_READY, PEER_LOST).
+        """
+        relay = self.config.worker_relay
+        if not relay:
+            return True
+        try:
+            async with asyncio.timeout(within):
+                await worker.wait_event("relay_listening")
+        except TimeoutError as error:
+            raise MeshnetError(
+                errors_pb2.REASON_NOT_READY,
+                f"expected the worker to listen at relay {relay} within {within:g} s",
+            ) from error
+        except RuntimeError as error:
+            raise MeshnetError(errors_pb2.REASON_PEER_LOST, str(error)) from error
+        return True
 
     def _check(self, capability: Capability) -> None:
         """Compares what the worker is with what it is meant to be.
@@ -554,6 +580,7 @@ class Node:
             node_id=config.node_id,
             model_id=config.model_id,
             endpoint=config.worker_advertise or worker.endpoint,
+            relay=config.worker_relay,
             access_latency_us=round_trip_us // 2,
             access_bytes_per_second=config.uplink_bytes_per_second,
             labels={
