@@ -24,6 +24,7 @@ namespace {
 
 constexpr char kServicePath[] = "/meshnet.shard.v1.ShardService/";
 constexpr size_t kMaxChannels = 256;
+constexpr int kReadChunkBytes = 128 << 10;
 
 grpc::ByteBuffer ToByteBuffer(const Payload& payload) {
   auto* held = new Payload(payload);
@@ -526,6 +527,8 @@ std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportO
       // A prefill chunk must not wait for window updates over a long line.
       {GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20},
       {GRPC_ARG_HTTP2_BDP_PROBE, 0},
+      // A connection keeps the buffer of its largest read, up to 4 MB if it is let.
+      {GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadChunkBytes},
       // Stages dial each other, never by way of a proxy from the environment.
       {GRPC_ARG_ENABLE_HTTP_PROXY, 0},
       {GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1},

@@ -88,8 +88,10 @@ class ThreadPool {
     // Keeps ggml from placing the thread that loads.
     params.paused = true;
     const std::vector<int> cpus = AllowedCpus();
+    CPU_ZERO(&allowed_);
     if (pin && threads > 1 && cpus.size() == threads && cpus.back() < GGML_MAX_N_THREADS) {
       params.strict_cpu = true;
+      for (const int cpu : cpus) CPU_SET(cpu, &allowed_);
       // ggml deals them out in ascending order, its caller comes last.
       for (const int cpu : cpus) params.cpumask[cpu] = true;
       caller_cpu_ = cpus.back();
@@ -115,9 +117,17 @@ class ThreadPool {
     (void)sched_setaffinity(0, sizeof(own), &own);
   }
 
+  // Undoes PlaceCaller on a thread that goes on to other things than steps.
+  void FreeCaller() {
+    if (caller_cpu_ < 0 || caller_ != std::this_thread::get_id()) return;
+    caller_ = std::thread::id();
+    (void)sched_setaffinity(0, sizeof(allowed_), &allowed_);
+  }
+
  private:
   // -1: threads go where the kernel puts them.
   int caller_cpu_ = -1;
+  cpu_set_t allowed_;
   std::thread::id caller_;
   decltype(&ggml_threadpool_free) free_ = nullptr;
   ggml_threadpool_t pool_ = nullptr;
@@ -669,6 +679,8 @@ absl::Status LlamaEngine::WarmUp() {
     absl::MutexLock lock(&mu_);
     metrics_.warm_up_step = absl::Now() - begin;
   }
+  // Threads that the caller starts would inherit its CPU.
+  threads_->FreeCaller();
   status.Update(table_.Release(key));
   return status;
 }

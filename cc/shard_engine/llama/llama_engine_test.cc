@@ -233,6 +233,18 @@ TEST(LlamaEngineTest, PinnedThreadsKeepToOneCpuEach) {
     const auto engine = LoadLlamaEngine(options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     ASSERT_TRUE((*engine)->WarmUp().ok());
+    // Who warms up goes on to other things, and starts threads that would inherit its place.
+    cpu_set_t own;
+    ASSERT_EQ(sched_getaffinity(0, sizeof(own), &own), 0);
+    EXPECT_TRUE(CPU_EQUAL(&own, &two));
+    ASSERT_TRUE((*engine)->OpenSession(Key('a'), {}, nullptr).ok());
+    const std::vector<int32_t> tokens = {5};
+    Step step;
+    step.session = Key('a');
+    step.token_ids = tokens;
+    std::vector<StepOutput> outputs;
+    ASSERT_TRUE((*engine)->Execute({step}, &outputs).ok());
+    ASSERT_TRUE(outputs[0].status.ok()) << outputs[0].status;
     std::vector<std::string> places = ThreadPlaces();
     for (const int cpu : cpus) {
       const auto found = std::find(places.begin(), places.end(), absl::StrCat(cpu));
