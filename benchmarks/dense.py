@@ -37,7 +37,7 @@ from meshnet_gguf.models import fetch_model
 
 from benchmarks.chart import render
 from benchmarks.results import Bar, Sample, Setting, Stage, evaluate_bars, summarise
-from benchmarks.systems import BenchmarkError, Binaries, System, cores, settle
+from benchmarks.systems import BenchmarkError, Binaries, Interference, System, cores, settle
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
 _MODEL = flags.DEFINE_string("model", None, "GGUF of the llama architecture; default: SmolLM2-135M")
@@ -124,7 +124,9 @@ def _given(
     return tuple(sorted({kind(value) for value in flag.value}))
 
 
-async def _measure(system: System, setting: Setting, plan: Plan) -> Sample:
+async def _measure(
+    system: System, setting: Setting, plan: Plan, interference: Interference
+) -> Sample:
     """One sample. With one session the prompt speed comes from a prompt of its own length."""
     prompts = [
         plan.prompt(plan.session_prompt_tokens, session) for session in range(setting.sessions)
@@ -162,9 +164,13 @@ async def _measure(system: System, setting: Setting, plan: Plan) -> Sample:
                 resident_bytes=stage["resident_bytes"],
                 owned_tensor_bytes=stage["owned_tensor_bytes"],
                 kv_bytes=stage["kv_bytes"],
+                queued_steps=None if setting.sessions == 1 else stage["queued_steps"],
+                queued_bytes=None if setting.sessions == 1 else stage["queued_bytes"],
+                sessions_failed=stage["sessions_failed"],
             )
             for stage in stages
         ),
+        others_busy=interference.share(),
     )
 
 
@@ -259,6 +265,13 @@ async def _run(plan: Plan, binaries: Binaries, model: pathlib.Path) -> dict[str,
     }
 
 
+def _repeats_in_turn(rtt_ms: float, sessions: int) -> int:
+    """Ratios of two close speeds need more samples than those that differ by a factor."""
+    if sessions > 1:
+        return 1
+    return 4 if rtt_ms == 0 else 2
+
+
 async def _turn(
     turn: int,
     systems: Sequence[System],
@@ -266,12 +279,14 @@ async def _turn(
     plan: Plan,
     samples: dict[Setting, list[Sample]],
 ) -> None:
-    """Every setting once, one session twice; each turn begins with another system."""
+    """Every setting once, what the bars look at oftener; each turn begins with another system."""
     settings = [
         (rtt_ms, sessions)
         for rtt_ms in round_trips
-        for sessions in sorted((*plan.sessions, *(n for n in plan.sessions if n == 1)))
+        for sessions in plan.sessions
+        for _ in range(_repeats_in_turn(rtt_ms, sessions))
     ]
+    own = [os.getpid(), *(pid for system in systems for pid in system.all_pids())]
     for position, (rtt_ms, sessions) in enumerate(settings):
         for offset in range(len(systems)):
             system = systems[(turn + position + offset) % len(systems)]
@@ -279,12 +294,12 @@ async def _turn(
             if system.proxy is not None:
                 await system.proxy.shape(rtt_ms, plan.mbit)
             await settle(pid for other in systems for pid in other.pids.values())
-            sample = await _measure(system, setting, plan)
+            sample = await _measure(system, setting, plan, Interference(own))
             samples.setdefault(setting, []).append(sample)
             _say(
                 f"{turn + 1}/{plan.repeats} {rtt_ms:g} ms, {sessions} sessions, {system.name}: "
                 f"prompt {sample.prompt_tokens_per_s:.0f}, decode {sample.decode_tokens_per_s:.1f} "
-                f"tokens/s, first token {sample.ttft_ms:.0f} ms"
+                f"tokens/s, first token {sample.ttft_ms:.0f} ms, others {sample.others_busy:.0%}"
             )
 
 
@@ -333,15 +348,9 @@ def _machine() -> dict[str, Any]:
 def _busy() -> float:
     """How much of the cores others use, from one second."""
 
-    def jiffies() -> tuple[int, int]:
-        fields = pathlib.Path("/proc/stat").read_text("ascii").split("\n", 1)[0].split()
-        values = [int(field) for field in fields[1:9]]
-        return sum(values), values[3] + values[4]
-
-    total, idle = jiffies()
+    interference = Interference([os.getpid()])
     time.sleep(1)
-    total_now, idle_now = jiffies()
-    busy = 1 - (idle_now - idle) / max(1, total_now - total)
+    busy = interference.share()
     if busy > _BUSY:
         _say(f"others use {busy:.0%} of this machine: the figures will not mean much")
     return busy
@@ -367,6 +376,9 @@ def _table(rows: Sequence[dict[str, Any]], bars: Sequence[Bar]) -> str:
         bound = f">= {bar.at_least:g}" if bar.at_least is not None else f"<= {bar.at_most:g}"
         measured = "-" if bar.measured is None else f"{bar.measured:.3f}"
         lines.append(f"{bar.verdict:<12} {bar.name}: {measured} ({bound}) {bar.figures}")
+        if bar.paired is not None:
+            low, middle, high = (bar.paired[key] for key in ("min", "median", "max"))
+            lines[-1] += f", side by side {middle:.3f} ({low:.3f}-{high:.3f})"
     return "\n".join(lines)
 
 

@@ -41,12 +41,16 @@ def test_a_tiny_run_writes_every_row_and_a_picture(tmp_path: pathlib.Path) -> No
     ]
     near = [(system, 0, sessions) for system, _, sessions in far]
     assert set(rows) == {*near, *far, ("whole", 0, 1), ("whole", 0, 2)}
-    for (system, rtt_ms, _), row in rows.items():
+    for (system, rtt_ms, sessions), row in rows.items():
         for name in ("prompt_tokens_per_s", "decode_tokens_per_s", "ttft_ms"):
             figure = row[name]
             assert 0 < figure["min"] <= figure["median"] <= figure["max"], (system, name)
         assert row["stages"] == (1 if system == "whole" else 2)
         assert ("floor_ms_per_token" in row) == (system == "meshnet" and rtt_ms > 0)
+        assert ("hop_ms" in row) == (system == "meshnet" and sessions == 1)
+        assert ("stage_queue" in row) == (system == "meshnet" and sessions == 2)
+        assert 0 <= row["others_busy"]["median"] <= 1
+        assert len(row["decode_samples"]) == row["samples"]
         for memory in row["resident_mib"].values():
             assert memory["median"] > 5
         seam = row["seam_bytes_per_token"]["median"]

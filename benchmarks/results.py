@@ -21,6 +21,8 @@ __all__ = [
     "Stage",
     "evaluate_bars",
     "floor_ms_per_token",
+    "hop_ms",
+    "paired_ratio",
     "spread",
     "summarise",
 ]
@@ -59,6 +61,10 @@ class Stage:
     resident_bytes: int
     owned_tensor_bytes: int
     kv_bytes: int
+    # The most that waited for the engine; None beside a single session, which never waits.
+    queued_steps: int | None = None
+    queued_bytes: int | None = None
+    sessions_failed: int = 0
 
     @property
     def ms_per_call(self) -> float:
@@ -79,6 +85,8 @@ class Sample:
     proxy_bytes_per_token: float | None = None
     boundary_bytes_per_token: float | None = None
     stages: tuple[Stage, ...] = ()
+    # Share of the machine's cores that none of the benchmark's own processes used.
+    others_busy: float | None = None
     details: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -101,6 +109,19 @@ def floor_ms_per_token(stages: Sequence[Stage], rtt_ms: float) -> float:
     return sum(stage.ms_per_call for stage in stages) + (seams + 1) * rtt_ms / 2
 
 
+def hop_ms(stages: Sequence[Stage], ms_per_token: float) -> float:
+    """What one of a token's hops takes: each seam, and the return from the last stage to the first.
+
+    That is all of one session's time per token in which no stage computed.
+    """
+    return (ms_per_token - sum(stage.ms_per_call for stage in stages)) / len(stages)
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Of samples that were taken one after the other: what disturbs both, the ratio forgets."""
+    return spread(a / b for a, b in zip(ours, theirs, strict=False))
+
+
 def summarise(setting: Setting, samples: Sequence[Sample]) -> Row:
     """The row of a setting from its samples (at least one)."""
     row: Row = {
@@ -111,6 +132,9 @@ def summarise(setting: Setting, samples: Sequence[Sample]) -> Row:
         "samples": len(samples),
         "prompt_tokens_per_s": spread(s.prompt_tokens_per_s for s in samples),
         "decode_tokens_per_s": spread(s.decode_tokens_per_s for s in samples),
+        # In the order of measuring: the same place in two systems' rows was measured side by side.
+        "prompt_samples": [round(s.prompt_tokens_per_s, 3) for s in samples],
+        "decode_samples": [round(s.decode_tokens_per_s, 3) for s in samples],
         "ttft_ms": spread(s.ttft_ms for s in samples),
         "seam_bytes_per_token": spread(s.seam_bytes_per_token for s in samples),
         "resident_mib": {
@@ -137,10 +161,23 @@ def summarise(setting: Setting, samples: Sequence[Sample]) -> Row:
             }
             for stage_samples in zip(*(s.stages for s in samples), strict=True)
         ]
+        row["sessions_failed"] = sum(stage.sessions_failed for s in samples for stage in s.stages)
+        if setting.sessions == 1:
+            row["hop_ms"] = spread(hop_ms(s.stages, 1000 / s.decode_tokens_per_s) for s in samples)
+        else:
+            row["stage_queue"] = [
+                {
+                    "steps": max(stage.queued_steps or 0 for stage in stage_samples),
+                    "bytes": max(stage.queued_bytes or 0 for stage in stage_samples),
+                }
+                for stage_samples in zip(*(s.stages for s in samples), strict=True)
+            ]
         if setting.rtt_ms > 0:
             row["floor_ms_per_token"] = spread(
                 floor_ms_per_token(s.stages, setting.rtt_ms) for s in samples
             )
+    if all(s.others_busy is not None for s in samples):
+        row["others_busy"] = spread(s.others_busy or 0.0 for s in samples)
     for name in samples[0].details:
         row[name] = spread(s.details[name] for s in samples)
     return row
@@ -156,6 +193,8 @@ class Bar:
     at_most: float | None
     measured: float | None
     figures: str
+    # The ratio of each two samples taken side by side; beside the verdict, which is the medians'.
+    paired: Mapping[str, float] | None = None
 
     @property
     def verdict(self) -> str:
@@ -178,6 +217,7 @@ class Bar:
             "measured": None if self.measured is None else round(self.measured, 3),
             "verdict": self.verdict,
             "figures": self.figures,
+            **({} if self.paired is None else {"paired": dict(self.paired)}),
         }
 
 
@@ -209,7 +249,13 @@ def _ratio(
         return Bar(name, what, at_least, None, None, "")
     a = float(ours[metric]["median"])
     b = float(theirs[metric]["median"])
-    return Bar(name, what, at_least, None, a / b, f"{a:.1f} against {b:.1f}")
+    paired = None
+    # Behind another proxy or with other sessions, nothing was measured side by side.
+    if (ours["rtt_ms"], ours["sessions"]) == (theirs["rtt_ms"], theirs["sessions"]):
+        samples = f"{metric.partition('_')[0]}_samples"
+        paired = paired_ratio(ours[samples], theirs[samples])
+    figures = f"{a:.1f} against {b:.1f}"
+    return Bar(name, what, at_least, None, a / b, figures, paired)
 
 
 def _far_time(row: Row | None) -> Bar:

@@ -10,6 +10,8 @@ from benchmarks.results import (
     Stage,
     evaluate_bars,
     floor_ms_per_token,
+    hop_ms,
+    paired_ratio,
     spread,
     summarise,
 )
@@ -18,9 +20,17 @@ MIB = 1 << 20
 
 
 def stage(
-    *, calls: int = 10, us: int = 50_000, resident: int = 90, owned: int = 50, kv: int = 12
+    *,
+    calls: int = 10,
+    us: int = 50_000,
+    resident: int = 90,
+    owned: int = 50,
+    kv: int = 12,
+    queued: int | None = None,
+    failed: int = 0,
 ) -> Stage:
-    return Stage(calls, us, resident * MIB, owned * MIB, kv * MIB)
+    queued_bytes = None if queued is None else queued * 1000
+    return Stage(calls, us, resident * MIB, owned * MIB, kv * MIB, queued, queued_bytes, failed)
 
 
 def sample(
@@ -31,6 +41,7 @@ def sample(
     stages: tuple[Stage, ...] = (),
     boundary: float | None = None,
     proxied: float | None = None,
+    others: float | None = None,
 ) -> Sample:
     return Sample(
         prompt_tokens_per_s=prompt,
@@ -41,6 +52,7 @@ def sample(
         proxy_bytes_per_token=proxied,
         boundary_bytes_per_token=boundary,
         stages=stages,
+        others_busy=others,
     )
 
 
@@ -74,17 +86,19 @@ def test_a_row_holds_medians_with_their_range() -> None:
             25.0,
             prompt=256.0,
             seam=2500.0,
-            stages=(stage(), stage(us=30_000, kv=16)),
+            stages=(stage(queued=1), stage(us=30_000, kv=16, queued=0)),
             boundary=2312,
             proxied=2700.0,
+            others=0.0,
         ),
         sample(
             20.0,
             prompt=512.0,
             seam=2520.0,
-            stages=(stage(us=70_000), stage(us=30_000, kv=16)),
+            stages=(stage(us=70_000, queued=3), stage(us=30_000, kv=16, queued=0, failed=1)),
             boundary=2312,
             proxied=2760.0,
+            others=0.125,
         ),
     )
     assert summary == {
@@ -95,6 +109,8 @@ def test_a_row_holds_medians_with_their_range() -> None:
         "samples": 2,
         "prompt_tokens_per_s": {"median": 384.0, "min": 256.0, "max": 512.0},
         "decode_tokens_per_s": {"median": 22.5, "min": 20.0, "max": 25.0},
+        "prompt_samples": [256.0, 512.0],
+        "decode_samples": [25.0, 20.0],
         "ttft_ms": {"median": 1500.0, "min": 1000.0, "max": 2000.0},
         "seam_bytes_per_token": {"median": 2510.0, "min": 2500.0, "max": 2520.0},
         "resident_mib": {"client": {"median": 10.0, "min": 10.0, "max": 10.0}},
@@ -118,7 +134,19 @@ def test_a_row_holds_medians_with_their_range() -> None:
             },
         ],
         "floor_ms_per_token": {"median": 49.0, "min": 48.0, "max": 50.0},
+        "stage_queue": [{"steps": 3, "bytes": 3000}, {"steps": 0, "bytes": 0}],
+        "sessions_failed": 1,
+        "others_busy": {"median": 0.062, "min": 0.0, "max": 0.125},
     }
+
+
+def test_a_hop_takes_what_no_stage_computed() -> None:
+    # 20 ms for a token, 5 and 3 of them in the engines: a seam and the return share the rest.
+    assert hop_ms([stage(), stage(us=30_000)], 20.0) == 6.0
+    one = row("meshnet", 0, 1, sample(50.0, stages=(stage(), stage(us=30_000))))
+    assert one["hop_ms"] == {"median": 6.0, "min": 6.0, "max": 6.0}
+    # The sessions of a row share batches: whose time a hop took, it does not tell.
+    assert "hop_ms" not in row("meshnet", 0, 4, sample(50.0, stages=(stage(), stage())))
 
 
 def test_a_row_without_chain_or_proxy_has_no_figures_of_them() -> None:
@@ -190,7 +218,9 @@ def test_bars_that_are_just_met() -> None:
         "measured": 0.9,
         "verdict": "met",
         "figures": "90.0 against 100.0",
+        "paired": {"median": 0.9, "min": 0.9, "max": 0.9},
     }
+    assert bars["far_four_sessions_of_one"].paired is None
     assert bars["far_time_of_floor"].measured == pytest.approx(50 / 44)
     assert bars["far_time_of_floor"].figures == "50.0 ms against 44.0"
     # The better of the two RPC settings counts.
@@ -237,3 +267,15 @@ def test_bars_compare_medians() -> None:
     ]
     bar = evaluate_bars(rows)[0]
     assert bar.measured == 0.95
+
+
+def test_paired_ratios_stand_beside_the_medians() -> None:
+    # The machine was half as fast for the second pair, which both rows show and no pair does.
+    rows = [
+        row("whole", 0, 1, sample(100.0), sample(50.0), sample(100.0)),
+        row("meshnet", 0, 1, sample(92.0), sample(47.0), sample(96.0)),
+    ]
+    bar = evaluate_bars(rows)[0]
+    assert bar.measured == 0.92
+    assert bar.paired == {"median": 0.94, "min": 0.92, "max": 0.96}
+    assert paired_ratio([1.0, 3.0], [2.0, 2.0]) == {"median": 1.0, "min": 0.5, "max": 1.5}

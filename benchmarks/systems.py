@@ -19,7 +19,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-__all__ = ["BenchmarkError", "Binaries", "Proxy", "System", "Tool", "resident_mib", "settle"]
+__all__ = [
+    "BenchmarkError",
+    "Binaries",
+    "Interference",
+    "Proxy",
+    "System",
+    "Tool",
+    "resident_mib",
+    "settle",
+]
 
 _HERE = pathlib.Path(__file__).absolute().parent
 _START_SECONDS = 120.0
@@ -88,6 +97,32 @@ def _cpu_ticks(pids: Iterable[int]) -> int:
         fields = stat.rpartition(")")[2].split()
         total += int(fields[11]) + int(fields[12])
     return total
+
+
+class Interference:
+    """How much of the cores others take while something is measured.
+
+    Others are all but `pids`, the host of a virtual machine included as far as it tells.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = list(pids)
+        self._total, self._busy = _machine_ticks()
+        self._own = _cpu_ticks(self._pids)
+
+    def share(self) -> float:
+        """Since the start, of all cores, 0 to 1. A tick is 10 ms: nothing for short times."""
+        total, busy = _machine_ticks()
+        own = _cpu_ticks(self._pids) - self._own
+        return max(0.0, (busy - self._busy - own) / max(1, total - self._total))
+
+
+def _machine_ticks() -> tuple[int, int]:
+    """Of all cores since boot: all time, and what was neither idle nor waiting for a disk."""
+    first = pathlib.Path("/proc/stat").read_text("ascii").split("\n", 1)[0]
+    user, nice, system, idle, wait, irq, softirq, steal = (int(x) for x in first.split()[1:9])
+    busy = user + nice + system + irq + softirq + steal
+    return busy + idle + wait, busy
 
 
 class Tool:
@@ -232,6 +267,11 @@ class Proxy:
         """host:port of each link, in the order of the targets."""
         return [f"127.0.0.1:{port}" for port in self._tool.hello["ports"]]
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._tool.pid
+
     async def shape(self, rtt_ms: float, mbit: float) -> None:
         """Zero for no delay, no limit."""
         await self._tool.ask(f"shape {rtt_ms:g} {mbit:g}")
@@ -335,6 +375,10 @@ class System:
     async def decode(self, rounds: int) -> dict[str, Any]:
         """`rounds` further tokens of every session that prefill() began."""
         return await self.tool.ask(f"decode {rounds}")
+
+    def all_pids(self) -> list[int]:
+        """Of everything that runs for it, its proxy included."""
+        return [*self.pids.values(), *([self.proxy.pid] if self.proxy is not None else [])]
 
     def resident_mib(self) -> dict[str, float]:
         """Of every process, by role."""

@@ -12,7 +12,16 @@ import pytest
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 
-from benchmarks.systems import BenchmarkError, Binaries, Proxy, System, Tool, resident_mib, settle
+from benchmarks.systems import (
+    BenchmarkError,
+    Binaries,
+    Interference,
+    Proxy,
+    System,
+    Tool,
+    resident_mib,
+    settle,
+)
 
 PROMPTS = [[65, 66, 67], [70, 71]]
 
@@ -42,6 +51,9 @@ async def test_a_chain_generates_and_counts(
         assert first["prefill_s"] * 1000 == pytest.approx(max(first["ttft_ms"]), rel=1e-3)
         decoded = await system.decode(5)
         assert [len(ids) for ids in decoded["token_ids"]] == [6, 6]
+        for stage in decoded["stages"]:
+            assert stage["queued_steps"] >= 0
+            assert stage["sessions_failed"] == 0
         assert decoded["computed_tokens"] == 12
         assert 1 <= decoded["decode_tokens"] <= 11
         head, tail = decoded["stages"]
@@ -117,14 +129,31 @@ async def test_the_proxys_command_line(binaries: Binaries) -> None:
         await Proxy.start(binaries.proxy, ["nowhere"])
 
 
+# Spins until told to stop, then waits for its end.
+SPIN = (
+    "import select, sys; print('{}', flush=True)\n"
+    "while not select.select([sys.stdin], [], [], 0)[0]: pass\n"
+    "sys.stdin.readline(); print('{}', flush=True); sys.stdin.read()"
+)
+
+
+async def test_interference_is_what_others_compute() -> None:
+    tool = await Tool.start("spinner", [sys.executable, "-c", SPIN])
+    try:
+        ours = Interference([tool.pid])
+        theirs = Interference([])
+        # The spinner is one of those others to the second, and nobody else differs between them:
+        # sooner or later it shows.
+        while theirs.share() <= ours.share():
+            await asyncio.sleep(0.05)
+        assert 0.0 <= ours.share() <= 1.0
+        assert 0.0 < theirs.share() <= 1.0
+    finally:
+        await tool.stop()
+
+
 async def test_measuring_waits_for_others_to_rest() -> None:
-    # Spins until told to stop, then waits for its end.
-    spin = (
-        "import select, sys; print('{}', flush=True)\n"
-        "while not select.select([sys.stdin], [], [], 0)[0]: pass\n"
-        "sys.stdin.readline(); print('{}', flush=True); sys.stdin.read()"
-    )
-    tool = await Tool.start("spinner", [sys.executable, "-c", spin])
+    tool = await Tool.start("spinner", [sys.executable, "-c", SPIN])
     try:
         settled = asyncio.create_task(settle([tool.pid]))
         done, _ = await asyncio.wait([settled], timeout=1)

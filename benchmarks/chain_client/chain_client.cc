@@ -23,6 +23,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "proto/meshnet/shard/v1/shard.grpc.pb.h"
 #include "proto/meshnet/shard/v1/shard.pb.h"
 
@@ -53,7 +55,8 @@ constexpr char kUsage[] =
     "of them\n"
     "                         -> decode_s, decode_tokens (while all sessions decode), "
     "computed_tokens, stages (what\n"
-    "                            each worker counted meanwhile), token_ids\n"
+    "                            each worker counted meanwhile, and the most\n"
+    "                            that waited there beside several sessions), token_ids\n"
     "Ends when stdin ends. Exit status: 0, or 2 when it cannot start.";
 
 double Seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -134,6 +137,53 @@ class Session {
   uint32_t cached_ = 0;
 };
 
+// The most that waited at each worker, looked at a few times a second while it exists. What waits
+// shows where several sessions meet; beside a single one it would only take the cores.
+class QueueWatch {
+ public:
+  struct Queue {
+    uint32_t steps = 0;
+    uint64_t bytes = 0;
+  };
+
+  QueueWatch(const std::vector<std::unique_ptr<pb::ShardService::Stub>>& stubs, size_t sessions)
+      : stubs_(stubs), queues_(stubs.size()) {
+    if (sessions > 1) thread_ = std::thread([this] { Loop(); });
+  }
+
+  // Of every worker.
+  std::vector<Queue> Stop() {
+    {
+      absl::MutexLock lock(&mu_);
+      stopping_ = true;
+    }
+    if (thread_.joinable()) thread_.join();
+    return queues_;
+  }
+  ~QueueWatch() { Stop(); }
+
+ private:
+  void Loop() {
+    absl::MutexLock lock(&mu_);
+    while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), absl::Milliseconds(100))) {
+      for (size_t i = 0; i < stubs_.size(); ++i) {
+        grpc::ClientContext context;
+        context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
+        pb::Metrics metrics;
+        if (!stubs_[i]->GetMetrics(&context, pb::GetMetricsRequest(), &metrics).ok()) continue;
+        queues_[i].steps = std::max(queues_[i].steps, metrics.queued_steps());
+        queues_[i].bytes = std::max<uint64_t>(queues_[i].bytes, metrics.queued_bytes());
+      }
+    }
+  }
+
+  const std::vector<std::unique_ptr<pb::ShardService::Stub>>& stubs_;
+  std::vector<Queue> queues_;
+  absl::Mutex mu_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
 class ChainClient {
  public:
   // False, with a message on stderr, when a worker does not answer.
@@ -177,7 +227,9 @@ class ChainClient {
       sessions_.push_back(std::make_unique<Session>(stubs_[0].get(), NewSession()));
     }
     const std::vector<pb::Metrics> before = Metrics();
+    QueueWatch watch(stubs_, sessions_.size());
     ForEachSession([&](size_t i) { sessions_[i]->Generate(prompts[i], 1); });
+    const std::vector<QueueWatch::Queue> queues = watch.Stop();
     const std::vector<pb::Metrics> after = Metrics();
     if (const std::string error = Error(); !error.empty()) return error;
     double prefill_s = 0;
@@ -188,14 +240,16 @@ class ChainClient {
       ttft_ms.push_back(absl::StrCat(seconds * 1e3));
     }
     return absl::StrCat("{\"prefill_s\": ", prefill_s, ", \"ttft_ms\": [",
-                        absl::StrJoin(ttft_ms, ", "), "], \"stages\": [", Stages(before, after),
-                        "], \"token_ids\": ", TokenIds(), "}");
+                        absl::StrJoin(ttft_ms, ", "), "], \"stages\": [",
+                        Stages(before, after, queues), "], \"token_ids\": ", TokenIds(), "}");
   }
 
   std::string Decode(uint32_t rounds) {
     const std::vector<pb::Metrics> before = Metrics();
+    QueueWatch watch(stubs_, sessions_.size());
     ForEachSession(
         [&](size_t i) { sessions_[i]->Generate({sessions_[i]->token_ids.back()}, rounds + 1); });
+    const std::vector<QueueWatch::Queue> queues = watch.Stop();
     const std::vector<pb::Metrics> after = Metrics();
     if (const std::string error = Error(); !error.empty()) return error;
     TimePoint from = TimePoint::min();
@@ -219,8 +273,8 @@ class ChainClient {
     }
     return absl::StrCat("{\"decode_s\": ", Seconds(to - from), ", \"decode_tokens\": ", decoded,
                         ", \"computed_tokens\": ", sessions_.size() * (rounds + 1),
-                        ", \"stages\": [", Stages(before, after), "], \"token_ids\": ", TokenIds(),
-                        "}");
+                        ", \"stages\": [", Stages(before, after, queues),
+                        "], \"token_ids\": ", TokenIds(), "}");
   }
 
   bool has_sessions() const { return !sessions_.empty(); }
@@ -270,7 +324,8 @@ class ChainClient {
 
   // What each worker counted between two looks at its metrics, and what it holds.
   static std::string Stages(const std::vector<pb::Metrics>& before,
-                            const std::vector<pb::Metrics>& after) {
+                            const std::vector<pb::Metrics>& after,
+                            const std::vector<QueueWatch::Queue>& queues) {
     std::vector<std::string> stages;
     for (size_t i = 0; i < before.size(); ++i) {
       const pb::Metrics& a = before[i];
@@ -282,7 +337,9 @@ class ChainClient {
           ", \"seam_bytes_sent\": ", b.seam_bytes_sent() - a.seam_bytes_sent(),
           ", \"return_bytes_sent\": ", b.return_bytes_sent() - a.return_bytes_sent(),
           ", \"resident_bytes\": ", b.resident_bytes(), ", \"owned_tensor_bytes\": ",
-          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_budget_bytes(), "}"));
+          b.owned_tensor_bytes(), ", \"kv_bytes\": ", b.kv_budget_bytes(),
+          ", \"queued_steps\": ", queues[i].steps, ", \"queued_bytes\": ", queues[i].bytes,
+          ", \"sessions_failed\": ", b.sessions_failed() - a.sessions_failed(), "}"));
     }
     return absl::StrJoin(stages, ", ");
   }
