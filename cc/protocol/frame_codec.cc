@@ -785,6 +785,8 @@ v1::SamplingParams ToProto(const SamplingParams& params) {
   }
   proto.set_top_logprobs(params.top_logprobs);
   proto.set_logprobs(params.logprobs);
+  proto.set_grammar(params.grammar);
+  proto.set_json_schema(params.json_schema);
   return proto;
 }
 
@@ -806,6 +808,8 @@ absl::StatusOr<SamplingParams> FromProto(const v1::SamplingParams& params,
   }
   result.top_logprobs = params.top_logprobs();
   result.logprobs = params.logprobs();
+  result.grammar = params.grammar();
+  result.json_schema = params.json_schema();
   if (absl::Status status = ValidateSampling(result, vocabulary_size); !status.ok()) return status;
   return result;
 }

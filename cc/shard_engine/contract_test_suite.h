@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <ostream>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -834,7 +835,7 @@ TEST_P(EngineContractTest, PenaltiesSeeTheSessionsTokensAndNoDroppedOnes) {
   std::vector<int32_t> history = tokens;
   history.insert(history.end(), repeated.begin(), repeated.end());
   EXPECT_EQ(penalised.token->token_id,
-            Sampler(*step.sampling).Sample(penalised.logits, history).token_id);
+            Sampler(*step.sampling).Sample(penalised.logits, history)->token_id);
 }
 
 TEST_P(EngineContractTest, EndOfGenerationIsMarked) {
@@ -850,6 +851,98 @@ TEST_P(EngineContractTest, EndOfGenerationIsMarked) {
   const StepOutput output = RunStep(*engine, step);
   EXPECT_EQ(output.token->token_id, ends[0]);
   EXPECT_TRUE(output.token->end_of_generation);
+}
+
+// --- Grammars ---
+
+// Draws a whole answer and returns its text; empty when it does not end within 24 tokens.
+inline std::string ConstrainedText(ShardEngine& engine, const SessionKey& key,
+                                   const std::vector<int32_t>& prompt,
+                                   const SamplingParams& sampling) {
+  std::vector<int32_t> drawn;
+  Step step = MakeStep(key, 0, prompt, OutputRows::kLast);
+  step.sampling = sampling;
+  while (drawn.size() < 24) {
+    const StepOutput output = RunStep(engine, step);
+    EXPECT_TRUE(output.status.ok()) << output.status;
+    if (!output.status.ok()) return "";
+    if (output.token->end_of_generation) return *engine.tokenizer().Detokenize(drawn, true);
+    drawn.push_back(output.token->token_id);
+    step = MakeStep(key, static_cast<uint32_t>(prompt.size() + drawn.size() - 1),
+                    absl::MakeConstSpan(drawn).last(1), OutputRows::kLast);
+    step.phase = Phase::kDecode;
+  }
+  return "";
+}
+
+TEST_P(EngineContractTest, AnswersKeepToTheirGrammarAndEnd) {
+  const auto engine = Make();
+  const auto prompt = Tokens(*engine, 5, 35);
+  ASSERT_TRUE(Open(*engine, Key('a')).ok());
+  std::set<std::string> texts;
+  for (uint32_t seed = 0; seed < 6; ++seed) {
+    SamplingParams sampling;
+    sampling.temperature = seed == 0 ? 0.0f : 2.0f;
+    sampling.seed = seed;
+    sampling.grammar =
+        "root ::= colour \", \" [0-9]{2,3} \"\\u0142\"\ncolour ::= \"red\" | \"blue\"";
+    const std::string text = ConstrainedText(*engine, Key('a'), prompt, sampling);
+    EXPECT_THAT(text, testing::MatchesRegex("(red|blue), [0-9][0-9][0-9]?\xc5\x82"));
+    EXPECT_EQ(ConstrainedText(*engine, Key('a'), prompt, sampling), text) << "seed " << seed;
+    texts.insert(text);
+    sampling.grammar.clear();
+    sampling.json_schema = R"({"type": "integer", "minimum": 17, "maximum": 2345})";
+    const int number = std::stoi(ConstrainedText(*engine, Key('a'), prompt, sampling));
+    EXPECT_GE(number, 17);
+    EXPECT_LE(number, 2345);
+  }
+  EXPECT_GT(texts.size(), 1u);
+}
+
+TEST_P(EngineContractTest, AGrammarBelongsToOneGeneration) {
+  const auto engine = Make();
+  const auto prompt = Tokens(*engine, 5, 36);
+  ASSERT_TRUE(Open(*engine, Key('a')).ok());
+  ASSERT_TRUE(Open(*engine, Key('b')).ok());
+  Step free = MakeStep(Key('a'), 0, prompt, OutputRows::kLast);
+  free.sampling.emplace();
+  const int32_t best = RunStep(*engine, free).token->token_id;
+  Step held = MakeStep(Key('b'), 0, prompt, OutputRows::kLast);
+  held.sampling.emplace();
+  held.sampling->grammar = "root ::= \"#\"";
+  const int32_t only = RunStep(*engine, held).token->token_id;
+  EXPECT_EQ(*engine->tokenizer().Piece(only), "#");
+  ASSERT_NE(only, best);
+  EXPECT_EQ(RunStep(*engine, free).token->token_id, best);
+  held.sampling.emplace();
+  EXPECT_EQ(RunStep(*engine, held).token->token_id, best);
+}
+
+TEST_P(EngineContractTest, GrammarsThatCannotBeServedEndTheirStepOnly) {
+  const auto engine = Make();
+  const auto prompt = Tokens(*engine, 5, 37);
+  ASSERT_TRUE(Open(*engine, Key('a')).ok());
+  Step step = MakeStep(Key('a'), 0, prompt, OutputRows::kLast);
+  step.sampling.emplace();
+  for (const char* const grammar : {"root ::= root", "nonsense", "root ::= (", "a ::= \"a\""}) {
+    step.sampling->grammar = grammar;
+    EXPECT_EQ(ReasonAfter(*engine, step), v1::REASON_GRAMMAR_INVALID) << grammar;
+  }
+  step.sampling->grammar.clear();
+  step.sampling->json_schema = R"({"not": {}})";
+  EXPECT_EQ(ReasonAfter(*engine, step), v1::REASON_GRAMMAR_INVALID);
+  step.sampling->json_schema.clear();
+  step.sampling->grammar = "root ::= \"#\"";
+  for (int32_t id = 0; static_cast<uint32_t>(id) < engine->capability().vocabulary_size; ++id) {
+    const std::string piece = *engine->tokenizer().Piece(id);
+    if (!piece.empty() && piece[0] == '#') {
+      step.sampling->logit_bias.emplace_back(id, -std::numeric_limits<float>::infinity());
+    }
+  }
+  EXPECT_EQ(ReasonAfter(*engine, step), v1::REASON_GRAMMAR_DEAD_END);
+  ExpectHolds(*engine, Key('a'), 0);
+  step.sampling.emplace();
+  EXPECT_TRUE(RunStep(*engine, step).status.ok());
 }
 
 // --- Metrics ---

@@ -5,6 +5,8 @@
 #include <limits>
 #include <utility>
 
+#include "cc/common/status.h"
+
 namespace meshnet {
 namespace {
 
@@ -50,7 +52,8 @@ int32_t ArgMax(absl::Span<const float> values) {
   return 0;
 }
 
-Sampler::Sampler(SamplingParams params) : params_(std::move(params)) {}
+Sampler::Sampler(SamplingParams params, std::unique_ptr<TokenConstraint> constraint)
+    : params_(std::move(params)), constraint_(std::move(constraint)) {}
 
 bool Sampler::IsPlainGreedy() const {
   return params_.temperature == 0.0f && params_.logit_bias.empty() &&
@@ -58,31 +61,62 @@ bool Sampler::IsPlainGreedy() const {
          params_.presence_penalty == 0.0f;
 }
 
-SampledToken Sampler::Sample(absl::Span<const float> logits, absl::Span<const int32_t> history) {
-  SampledToken token;
-  if (IsPlainGreedy()) {
-    token.token_id = ArgMax(logits);
-  } else {
-    candidates_.resize(logits.size());
-    for (size_t i = 0; i < logits.size(); ++i) {
-      candidates_[i] = {static_cast<int32_t>(i), logits[i]};
-    }
-    sorted_ = 0;
-    ApplyBias();
-    ApplyPenalties(history);
-    if (params_.temperature == 0.0f) {
-      SortBest(1);
-      token.token_id = candidates_.front().id;
-    } else {
-      KeepTopK();
-      KeepTopP();
-      KeepMinP();
-      token.token_id = Draw();
-    }
+absl::StatusOr<SampledToken> Sampler::Sample(absl::Span<const float> logits,
+                                             absl::Span<const int32_t> history) {
+  const absl::StatusOr<int32_t> id = Choose(logits, history);
+  if (!id.ok()) return id.status();
+  if (constraint_ != nullptr) {
+    if (absl::Status status = constraint_->Accept(*id); !status.ok()) return status;
   }
   ++drawn_;
+  SampledToken token;
+  token.token_id = *id;
   if (params_.logprobs || params_.top_logprobs > 0) ReportLogprobs(logits, &token);
   return token;
+}
+
+absl::StatusOr<int32_t> Sampler::Choose(absl::Span<const float> logits,
+                                        absl::Span<const int32_t> history) {
+  if (IsPlainGreedy()) {
+    const int32_t best = ArgMax(logits);
+    if (constraint_ == nullptr) return best;
+    // Mostly the model keeps to the grammar by itself.
+    const absl::StatusOr<bool> allowed = constraint_->Allows(best);
+    if (!allowed.ok()) return allowed.status();
+    if (*allowed) return best;
+  }
+  candidates_.resize(logits.size());
+  for (size_t i = 0; i < logits.size(); ++i) {
+    candidates_[i] = {static_cast<int32_t>(i), logits[i]};
+  }
+  sorted_ = 0;
+  ApplyBias();
+  ApplyPenalties(history);
+  if (constraint_ != nullptr) {
+    if (absl::Status status = ApplyConstraint(); !status.ok()) return status;
+  }
+  if (params_.temperature == 0.0f) {
+    SortBest(1);
+    return candidates_.front().id;
+  }
+  KeepTopK();
+  KeepTopP();
+  KeepMinP();
+  return Draw();
+}
+
+absl::Status Sampler::ApplyConstraint() {
+  absl::Status status = constraint_->Allowed(&allowed_);
+  if (!status.ok()) return status;
+  const auto out = [this](const Candidate& c) {
+    return !allowed_[c.id] || c.logit == -std::numeric_limits<float>::infinity();
+  };
+  candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), out), candidates_.end());
+  if (!candidates_.empty()) return absl::OkStatus();
+  return MakeError(v1::REASON_GRAMMAR_DEAD_END,
+                   "expected a token that continues the text as its grammar wants it, this "
+                   "vocabulary has none or a bias forbids it; use a grammar whose texts the "
+                   "model's tokens can spell");
 }
 
 void Sampler::ApplyBias() {

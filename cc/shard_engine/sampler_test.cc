@@ -3,9 +3,12 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
+#include <utility>
 #include <vector>
 
+#include "cc/common/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -16,7 +19,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 int32_t SampleOnce(const SamplingParams& params, const std::vector<float>& logits,
                    const std::vector<int32_t>& history = {}) {
-  return Sampler(params).Sample(logits, history).token_id;
+  return Sampler(params).Sample(logits, history)->token_id;
 }
 
 // How often each id comes out of `draws` draws.
@@ -24,7 +27,7 @@ std::map<int32_t, int> Counts(const SamplingParams& params, const std::vector<fl
                               int draws) {
   Sampler sampler(params);
   std::map<int32_t, int> counts;
-  for (int i = 0; i < draws; ++i) ++counts[sampler.Sample(logits, {}).token_id];
+  for (int i = 0; i < draws; ++i) ++counts[sampler.Sample(logits, {})->token_id];
   return counts;
 }
 
@@ -167,22 +170,22 @@ TEST(SamplerTest, TheDrawDependsOnSeedAndCountAlone) {
   const std::vector<float> flat(64, 0.0f);
   Sampler plain(params);
   std::vector<int32_t> expected;
-  for (int i = 0; i < 20; ++i) expected.push_back(plain.Sample(flat, {}).token_id);
+  for (int i = 0; i < 20; ++i) expected.push_back(plain.Sample(flat, {})->token_id);
   Sampler other(params);
   for (int i = 0; i < 20; ++i) {
     // A draw with one candidate in between still counts as one.
     if (i % 3 == 1) {
       std::vector<float> certain(64, -kInf);
       certain[9] = 0.0f;
-      EXPECT_EQ(other.Sample(certain, {1, 2, 3}).token_id, 9);
+      EXPECT_EQ(other.Sample(certain, {1, 2, 3})->token_id, 9);
     } else {
-      EXPECT_EQ(other.Sample(flat, {i}).token_id, expected[i]) << i;
+      EXPECT_EQ(other.Sample(flat, {i})->token_id, expected[i]) << i;
     }
   }
   params.seed = 78;
   Sampler reseeded(params);
   std::vector<int32_t> different;
-  for (int i = 0; i < 20; ++i) different.push_back(reseeded.Sample(flat, {}).token_id);
+  for (int i = 0; i < 20; ++i) different.push_back(reseeded.Sample(flat, {})->token_id);
   EXPECT_NE(different, expected);
 }
 
@@ -192,7 +195,7 @@ TEST(SamplerTest, LogprobsAreOfTheUnmodifiedLogits) {
   params.top_logprobs = 2;
   Sampler sampler(params);
   const SampledToken token =
-      sampler.Sample({std::log(0.5f), std::log(0.125f), std::log(0.25f), std::log(0.125f)}, {});
+      *sampler.Sample({std::log(0.5f), std::log(0.125f), std::log(0.25f), std::log(0.125f)}, {});
   EXPECT_EQ(token.token_id, 2);
   ASSERT_TRUE(token.logprob.has_value());
   EXPECT_NEAR(*token.logprob, std::log(0.25), 1e-6);
@@ -203,10 +206,10 @@ TEST(SamplerTest, LogprobsAreOfTheUnmodifiedLogits) {
 
   params = {};
   params.logprobs = true;
-  const SampledToken greedy = Sampler(params).Sample({std::log(0.75f), std::log(0.25f)}, {});
+  const SampledToken greedy = *Sampler(params).Sample({std::log(0.75f), std::log(0.25f)}, {});
   EXPECT_NEAR(greedy.logprob.value(), std::log(0.75), 1e-6);
   EXPECT_TRUE(greedy.top.empty());
-  EXPECT_FALSE(Sampler().Sample({1.0f}, {}).logprob.has_value());
+  EXPECT_FALSE(Sampler().Sample({1.0f}, {})->logprob.has_value());
 }
 
 TEST(SamplerTest, EverythingForbiddenStillGivesAToken) {
@@ -216,6 +219,64 @@ TEST(SamplerTest, EverythingForbiddenStillGivesAToken) {
   params.top_p = 0.5f;
   params.min_p = 0.1f;
   EXPECT_THAT(SampleOnce(params, {1.0f, 2.0f}), testing::AnyOf(0, 1));
+}
+
+// Allows the tokens of one list after the other.
+class Listed : public TokenConstraint {
+ public:
+  explicit Listed(std::vector<std::set<int32_t>> lists) : lists_(std::move(lists)) {}
+
+  absl::StatusOr<bool> Allows(int32_t token_id) override {
+    return lists_[accepted_.size()].count(token_id) > 0;
+  }
+  absl::Status Allowed(std::vector<bool>* allowed) override {
+    allowed->assign(kTokens, false);
+    for (const int32_t id : lists_[accepted_.size()]) (*allowed)[id] = true;
+    return absl::OkStatus();
+  }
+  absl::Status Accept(int32_t token_id) override {
+    accepted_.push_back(token_id);
+    return absl::OkStatus();
+  }
+
+  static constexpr size_t kTokens = 4;
+
+ private:
+  const std::vector<std::set<int32_t>> lists_;
+  std::vector<int32_t> accepted_;
+};
+
+TEST(SamplerTest, AConstraintComesBeforeTheCuts) {
+  SamplingParams params;
+  const std::vector<float> logits = {9.0f, 8.0f, 1.0f, 0.5f};
+  Sampler greedy(params, std::make_unique<Listed>(std::vector<std::set<int32_t>>{{0}, {2, 3}}));
+  EXPECT_EQ(greedy.Sample(logits, {})->token_id, 0);
+  EXPECT_EQ(greedy.Sample(logits, {})->token_id, 2);
+  params.logit_bias = {{3, 100.0f}};
+  Sampler biased(params, std::make_unique<Listed>(std::vector<std::set<int32_t>>{{2, 3}}));
+  EXPECT_EQ(biased.Sample(logits, {})->token_id, 3);
+  params.logit_bias.clear();
+  params.temperature = 10.0f;
+  params.top_k = 2;
+  std::set<int32_t> drawn;
+  for (params.seed = 0; params.seed < 200; ++params.seed) {
+    Sampler sampler(params, std::make_unique<Listed>(std::vector<std::set<int32_t>>{{1, 2, 3}}));
+    drawn.insert(sampler.Sample(logits, {})->token_id);
+  }
+  EXPECT_THAT(drawn, testing::ElementsAre(1, 2)) << "the best two of those that are allowed";
+}
+
+TEST(SamplerTest, AConstraintThatLeavesNothingIsADeadEnd) {
+  SamplingParams params;
+  const std::vector<float> logits = {1.0f, 2.0f, 3.0f, 4.0f};
+  Sampler none(params, std::make_unique<Listed>(std::vector<std::set<int32_t>>{{}}));
+  EXPECT_EQ(ReasonOf(none.Sample(logits, {}).status()), v1::REASON_GRAMMAR_DEAD_END);
+  params.logit_bias = {{1, -kInf}};
+  for (const float temperature : {0.0f, 1.0f}) {
+    params.temperature = temperature;
+    Sampler forbidden(params, std::make_unique<Listed>(std::vector<std::set<int32_t>>{{1}}));
+    EXPECT_EQ(ReasonOf(forbidden.Sample(logits, {}).status()), v1::REASON_GRAMMAR_DEAD_END);
+  }
 }
 
 }  // namespace

@@ -141,6 +141,18 @@ absl::Status ValidateSampling(const SamplingParams& params, uint32_t vocabulary_
   if (params.top_logprobs > kMaxTopLogprobs) {
     return Invalid("top_logprobs", "[0, 20]", params.top_logprobs);
   }
+  for (const auto& [field, text] : {std::make_pair("grammar", &params.grammar),
+                                    std::make_pair("json_schema", &params.json_schema)}) {
+    if (text->size() > kMaxGrammarBytes) {
+      return Invalid(field, absl::StrCat("[0, ", kMaxGrammarBytes, "] bytes"),
+                     static_cast<double>(text->size()));
+    }
+  }
+  if (!params.grammar.empty() && !params.json_schema.empty()) {
+    return MakeError(v1::REASON_SAMPLING_INVALID,
+                     "sampling.grammar and sampling.json_schema must not both be set; write what "
+                     "the text must be in one of them");
+  }
   return ValidateLogitBias(params.logit_bias, vocabulary_size);
 }
 

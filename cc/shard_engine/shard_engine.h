@@ -132,7 +132,12 @@ struct SamplingParams {
   std::vector<std::pair<int32_t, float>> logit_bias;
   uint32_t top_logprobs = 0;
   bool logprobs = false;
+  // At most one of the two.
+  std::string grammar;
+  std::string json_schema;
 };
+
+inline constexpr size_t kMaxGrammarBytes = 64 << 10;
 
 // SAMPLING_INVALID naming the field, its bounds and the value.
 absl::Status ValidateSampling(const SamplingParams& params, uint32_t vocabulary_size);
@@ -267,6 +272,9 @@ class Tokenizer {
   virtual absl::StatusOr<std::string> Detokenize(absl::Span<const int32_t> token_ids,
                                                  bool unparse_special) const = 0;
   virtual absl::StatusOr<std::string> Piece(int32_t token_id) const = 0;
+  // Whether the token steers the model and is no text, whatever its piece. `token_id` is inside the
+  // vocabulary.
+  virtual bool IsControl(int32_t token_id) const = 0;
 };
 
 struct SessionOptions {
@@ -296,9 +304,10 @@ class ShardEngine {
   // Executes the steps; at most one step per session in a batch. `outputs` gets one entry per step,
   // in order. Per-step errors: SESSION_UNKNOWN, STALE_EPOCH, SESSION_EVICTED, CACHE_MISS,
   // CONTEXT_EXCEEDED, TOKEN_OUT_OF_RANGE, SHAPE_MISMATCH, NON_FINITE_VALUE (in a residual),
-  // SAMPLING_INVALID, FEATURE_UNSUPPORTED (rows asked of a stage that is not the tail), CANCELLED,
-  // ENGINE_FAILURE. The returned status is non-OK only when the batch as a whole could not be
-  // looked at (two steps of one session, an engine that has failed for good).
+  // SAMPLING_INVALID, GRAMMAR_INVALID, GRAMMAR_DEAD_END, GRAMMAR_TOO_COSTLY, FEATURE_UNSUPPORTED
+  // (rows asked of a stage that is not the tail), CANCELLED, ENGINE_FAILURE. The returned status is
+  // non-OK only when the batch as a whole could not be looked at (two steps of one session, an
+  // engine that has failed for good).
   virtual absl::Status Execute(absl::Span<const Step> batch, std::vector<StepOutput>* outputs) = 0;
 
   // Drops the session's tokens from `position` on. CACHE_MISS when it holds fewer.

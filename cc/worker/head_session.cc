@@ -98,14 +98,14 @@ void HeadSession::Opened() {
 
 // ---- Client ----
 
-void HeadSession::OnRequest(const v1::SessionRequest& request) {
+void HeadSession::OnRequest(const v1::SessionRequest& request, const absl::Status& grammar) {
   if (ended()) return;
   // It was released by key while this was on its way.
   if (state_ == State::kClosing || draining_input_) return;
   switch (request.body_case()) {
     case v1::SessionRequest::kGenerate:
       if (state_ != State::kOpen) break;
-      return OnGenerate(request.generate());
+      return OnGenerate(request.generate(), grammar);
     case v1::SessionRequest::kCancel:
       if (state_ != State::kOpen) break;
       // One that has finished already is no fault: the two crossed on their way.
@@ -169,13 +169,14 @@ absl::Status HeadSession::CheckGenerate(const v1::Generate& request,
   return absl::OkStatus();
 }
 
-void HeadSession::OnGenerate(const v1::Generate& request) {
+void HeadSession::OnGenerate(const v1::Generate& request, const absl::Status& grammar) {
   if (request.generation() == 0) {
     return EndHere(MakeError(v1::REASON_FIELD_OUT_OF_BOUNDS,
                              "expected a generation number of at least 1, got 0"));
   }
   SamplingParams sampling;
   absl::Status status = CheckGenerate(request, &sampling);
+  status.Update(grammar);
   if (status.ok() && core_->state != v1::WORKER_STATE_READY) status = core_->CheckAdmission();
   if (!status.ok()) return RefuseGeneration(request.generation(), status);
   last_generation_ = request.generation();

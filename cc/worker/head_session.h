@@ -22,7 +22,8 @@ class HeadSession : public Session {
   HeadSession(std::shared_ptr<Core> core, const v1::OpenSession& open, const PeerInfo& peer,
               std::shared_ptr<Stream> upstream);
 
-  void OnRequest(const v1::SessionRequest& request);
+  // `grammar` says what is wrong with the grammar of a `generate`, if anything is.
+  void OnRequest(const v1::SessionRequest& request, const absl::Status& grammar);
   void OnUpstreamHalfClosed() override;
   void OnUpstreamClosed() override;
 
@@ -73,7 +74,7 @@ class HeadSession : public Session {
   void Opened();
   // Why `request` cannot start, or OK.
   absl::Status CheckGenerate(const v1::Generate& request, SamplingParams* sampling) const;
-  void OnGenerate(const v1::Generate& request);
+  void OnGenerate(const v1::Generate& request, const absl::Status& grammar);
   void RefuseGeneration(uint64_t number, const absl::Status& status);
   // `logits` is little-endian f32, empty unless asked for.
   void OnResult(uint64_t step, uint32_t cached_tokens, const std::optional<SampledToken>& token,

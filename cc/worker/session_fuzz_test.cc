@@ -465,6 +465,16 @@ std::map<std::string, std::pair<v1::Reason, ChangeGenerate>> BadGenerations() {
                              return g->mutable_sampling()->set_repetition_penalty(bad);
                          }
                        }};
+  kinds["grammar"] = {v1::REASON_GRAMMAR_INVALID, [](Rng* rng, v1::Generate* g) {
+                        // Groups that nothing closes: never a grammar.
+                        std::string grammar = "root ::= ";
+                        for (uint64_t i = rng->Between(1, 2000); i > 0; --i) grammar += "(\"a\"";
+                        if (rng->Coin()) {
+                          g->mutable_sampling()->set_grammar(grammar);
+                        } else {
+                          g->mutable_sampling()->set_json_schema(grammar);
+                        }
+                      }};
   return kinds;
 }
 

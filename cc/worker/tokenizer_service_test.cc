@@ -63,6 +63,7 @@ class HeldTokenizer : public Tokenizer {
   absl::StatusOr<std::string> Piece(int32_t token_id) const override {
     return tokenizer_->Piece(token_id);
   }
+  bool IsControl(int32_t token_id) const override { return tokenizer_->IsControl(token_id); }
 
   void WaitUntilBusy() const { busy_.WaitForNotification(); }
   void LetGo() { let_go_.Notify(); }

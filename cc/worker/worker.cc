@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cc/common/status.h"
+#include "cc/shard_engine/grammar/grammar.h"
 #include "cc/worker/head_session.h"
 #include "cc/worker/stage_session.h"
 
@@ -140,10 +141,17 @@ class Worker::UpstreamHandler : public AcceptedHandler {
   void OnSessionMessage(absl::string_view bytes) {
     v1::SessionRequest request;
     const absl::Status status = ParseMessage(bytes, max_bytes_, &request);
+    // Reading a grammar takes time, so without the worker's lock. The tail would find the same only
+    // after a whole prefill.
+    absl::Status grammar;
+    if (status.ok() && request.has_generate()) {
+      const v1::SamplingParams& sampling = request.generate().sampling();
+      grammar = CheckGrammar(sampling.grammar(), sampling.json_schema());
+    }
     absl::MutexLock lock(&core_->mu);
     if (refused_) return;
     if (!status.ok()) return Reject(status);
-    if (head_ != nullptr) return head_->OnRequest(request);
+    if (head_ != nullptr) return head_->OnRequest(request, grammar);
     if (!request.has_open()) {
       return Refuse(
           MakeError(v1::REASON_LIFECYCLE_VIOLATION,

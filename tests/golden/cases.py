@@ -122,6 +122,10 @@ def good_steps() -> Iterator[GoodStep]:
         ],
     )
     yield good("decode_with_sampling", _step(1, 8, 4, sampling=sampling, **decode))
+    grammar = sampling_pb2.SamplingParams(grammar='root ::= "j" | "\u0142"')
+    yield good("decode_with_grammar", _step(1, 8, 4, sampling=grammar, **decode))
+    schema = sampling_pb2.SamplingParams(json_schema='{"type": "integer"}', seed=1)
+    yield good("decode_with_json_schema", _step(1, 8, 4, sampling=schema, **decode))
     yield good("prefill_in_one_frame", _step(4, 8, 5))
     yield good(
         "last_prefill_chunk", _step(5, 8, 6, start=32, output_rows=frame_pb2.OUTPUT_ROWS_LAST)
@@ -429,6 +433,7 @@ def _changed_samplings() -> Iterator[Malformed]:
     yield sampled("penalty_window_too_long", penalty_last_n=4097)
     yield sampled("too_many_logprobs", top_logprobs=21)
     bias = sampling_pb2.LogitBias
+    yield sampled("grammar_and_json_schema", grammar='root ::= "a"', json_schema="{}")
     yield sampled("bias_for_a_negative_token", logit_bias=[bias(token_id=-1)])
     yield sampled("bias_beyond_the_vocabulary", logit_bias=[bias(token_id=100)])
     yield sampled("bias_nan", logit_bias=[bias(token_id=1, bias=nan)])

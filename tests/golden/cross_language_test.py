@@ -60,6 +60,7 @@ def samplings(draw: st.DrawFn) -> sampling_pb2.SamplingParams:
         seed=draw(st.integers(0, 2**32 - 1)),
         top_logprobs=draw(st.integers(0, 20)),
         logprobs=draw(st.booleans()),
+        **{draw(st.sampled_from(("grammar", "json_schema"))): draw(st.text(max_size=40))},
         logit_bias=[sampling_pb2.LogitBias(token_id=t, bias=draw(biases)) for t in tokens],
     )
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import itertools
+import json
+import math
 from collections.abc import Sequence
 
+import jsonschema
 import pytest
 from meshnet_gguf.client import (
     ChatMessage,
@@ -144,6 +147,69 @@ async def test_a_generation_ends_at_stop_tokens_or_at_its_length() -> None:
         assert stopped.finished.reason is FinishReason.STOP
 
 
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "level": {"enum": ["low", "high", None]},
+        "tags": {"type": "array", "items": {"type": ["boolean", "null"]}, "maxItems": 3},
+        "inner": {
+            "type": "object",
+            "properties": {"x": {"const": 1.5}, "y": {"$ref": "#/$defs/day"}},
+            "required": ["y"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "inner", "age"],
+    "additionalProperties": False,
+    "$defs": {"day": {"anyOf": [{"type": "null"}, {"type": "string", "format": "date"}]}},
+}
+
+
+async def test_every_answer_is_a_document_of_its_schema() -> None:
+    async with fake_cluster((4,), "--context_tokens=512") as fake:
+        async with fake.route.session() as session:
+            for seed in range(12):
+                sampling = SamplingParams(
+                    temperature=1.5 if seed else 0, seed=seed, json_schema=json.dumps(PERSON)
+                )
+                answer = await session.continue_with(PROMPT, sampling, max_tokens=400).result()
+                assert answer.finished.reason is FinishReason.STOP
+                document = json.loads(answer.text)
+                jsonschema.validate(
+                    document, PERSON, format_checker=jsonschema.FormatChecker(["date"])
+                )
+        # The same from one worker, and the next generation is free again.
+        async with fake_cluster((), "--context_tokens=512") as whole, whole.route.session() as one:
+            again = await one.generate(PROMPT, sampling, max_tokens=400).result()
+            assert again.text == answer.text
+            assert (await one.continue_with(PROMPT, max_tokens=8).result()).text[0] != "{"
+
+
+async def test_a_grammar_ends_a_generation() -> None:
+    async with fake_cluster((4,)) as fake, fake.route.session() as session:
+        grammar = SamplingParams(grammar='root ::= "yes" | "no"')
+        answer = await session.generate(PROMPT, grammar, max_tokens=24).result()
+        assert answer.text in ("yes", "no")
+        assert answer.token_ids[-1] == EOS
+        assert answer.finished.reason is FinishReason.STOP
+        cut = await session.continue_with(PROMPT, grammar, max_tokens=1).result()
+        assert cut.finished.reason is FinishReason.LENGTH
+
+
+async def test_a_grammar_without_a_way_on_ends_the_session_with_its_reason() -> None:
+    async with fake_cluster((4,)) as fake:
+        nothing = SamplingParams(
+            grammar='root ::= "a" | "b"', logit_bias={97: -math.inf, 98: -math.inf}
+        )
+        with pytest.raises(MeshnetError) as caught:
+            async with fake.route.session() as session:
+                await session.generate(PROMPT, nothing, max_tokens=2).result()
+        assert caught.value.reason == errors_pb2.REASON_GRAMMAR_DEAD_END
+        await fake.wait_idle()
+
+
 async def test_a_refused_generation_does_not_end_the_session() -> None:
     async with (
         fake_cluster((4,), "--context_tokens=64") as fake,
@@ -157,6 +223,20 @@ async def test_a_refused_generation_does_not_end_the_session() -> None:
         assert (
             await reason_of(session, [1], sampling=SamplingParams(temperature=-1.0))
             == errors_pb2.REASON_SAMPLING_INVALID
+        )
+        both = SamplingParams(grammar='root ::= "a"', json_schema="{}")
+        assert await reason_of(session, [1], sampling=both) == errors_pb2.REASON_SAMPLING_INVALID
+        for refused in (
+            SamplingParams(grammar="root ::= root"),
+            SamplingParams(grammar="root ::= ("),
+            SamplingParams(json_schema="nonsense"),
+            SamplingParams(json_schema='{"type": "string", "pattern": "^a$"}'),
+        ):
+            reason = await reason_of(session, [1], sampling=refused)
+            assert reason == errors_pb2.REASON_GRAMMAR_INVALID
+        too_long = SamplingParams(grammar="x" * 65537)
+        assert (
+            await reason_of(session, [1], sampling=too_long) == errors_pb2.REASON_SAMPLING_INVALID
         )
         result = await session.generate([1], max_tokens=63).result()
         assert len(result.token_ids) == 63

@@ -31,7 +31,17 @@ def listed(file: str) -> set[str]:
 @pytest.mark.parametrize("entry", DEPENDENCIES, ids=lambda entry: str(entry["name"]))
 def test_entry_is_complete(entry: dict[str, Any]) -> None:
     required = {"name", "purpose", "version", "licence", "source", "url", "use"}
-    assert required <= set(entry) <= required | {"packages", "modules", "libraries"}
+    assert (
+        required
+        <= set(entry)
+        <= required
+        | {
+            "packages",
+            "modules",
+            "libraries",
+            "copyright",
+        }
+    )
     assert all(isinstance(entry[field], str) and entry[field] for field in required)
     assert entry["source"] in {"debian", "llama_cpp", "model", "npm", "pypi"}
     assert entry["use"] in {"build", "program", "test"}
@@ -73,10 +83,28 @@ def test_linked_libraries() -> None:
 
 
 def test_python_packages() -> None:
+    # Also what the packages that we name need: it is installed with them.
     lock = (ROOT / "third_party/python/requirements.lock").read_text()
     versions = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", lock, re.M))
-    wanted = {name: versions[name.lower()] for name in listed("third_party/python/requirements.in")}
-    assert {entry["name"]: entry["version"] for entry in of_source("pypi")} == wanted
+    assert listed("third_party/python/requirements.in") <= {e["name"] for e in of_source("pypi")}
+    assert {entry["name"].lower(): entry["version"] for entry in of_source("pypi")} == versions
+
+
+def test_python_packages_of_the_wheel() -> None:
+    top = listed("third_party/python/requirements.in")
+    programs = {entry["name"] for entry in of_source("pypi") if entry["use"] == "program"}
+    assert listed("third_party/python/runtime.in") == programs & top
+    lock = (ROOT / "third_party/python/runtime.lock").read_text()
+    # The same versions; others only for a Python that cannot have them.
+    pinned = re.findall(r"^([\w.-]+)==(\S+)( ; .*python_full_version < .*)? ?.*\\$", lock, re.M)
+    versions = {entry["name"].lower(): entry["version"] for entry in of_source("pypi")}
+    assert {name for name, _, _ in pinned} <= {name.lower() for name in programs}
+    assert all(versions[name] == version for name, version, older in pinned if not older)
+
+
+def test_licence_texts() -> None:
+    linked = [entry for entry in of_source("debian") if entry["use"] == "program"]
+    assert {entry["name"] for entry in linked if "copyright" not in entry} == set()
 
 
 def test_pins_of_the_rest() -> None:
@@ -84,7 +112,7 @@ def test_pins_of_the_rest() -> None:
     pin = json.loads((ROOT / "python/meshnet_gguf/models.json").read_text())["smollm2"]
     assert model["packages"] == [pin["package"]]
     assert (model["version"], model["licence"]) == (pin["version"], pin["license"])
-    (llama,) = of_source("llama_cpp")
+    llama, _nlohmann = of_source("llama_cpp")
     manifest = json.loads((ROOT / "third_party/llama_cpp/manifest.json").read_text())
     assert (llama["version"], llama["url"]) == (manifest["release"], manifest["upstream"])
     assert llama["licence"] == manifest["licence"]["spdx"]

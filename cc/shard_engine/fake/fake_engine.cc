@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "cc/common/status.h"
 #include "cc/shard_engine/fake/fake_tokenizer.h"
+#include "cc/shard_engine/grammar/grammar.h"
 #include "cc/shard_engine/sampler.h"
 #include "cc/shard_engine/session_table.h"
 #include "cc/shard_engine/step_check.h"
@@ -68,6 +69,7 @@ class FakeEngine : public ShardEngine {
   FakeEngine(const FakeEngineOptions& options, LayerRange range)
       : options_(options),
         tokenizer_(options.vocabulary_size),
+        grammar_vocabulary_(std::make_shared<const GrammarVocabulary>(tokenizer_)),
         capability_(MakeCapability(options, range)),
         bytes_per_token_(uint64_t{range.end - range.begin} * options.width * sizeof(float)),
         slots_(options.max_sessions),
@@ -204,12 +206,13 @@ class FakeEngine : public ShardEngine {
   void Run(const Step& step, SessionTable::Session* session, StepOutput* output);
   void Forward(const Step& step, SlotState* slot, std::vector<float>* residual) const;
   absl::Status Tail(const Step& step, SlotState* slot, absl::Span<const float> residual,
-                    StepOutput* output) const;
+                    StepOutput* output);
   std::vector<float> Logits(absl::Span<const float> row) const;
   void Corrupt(StepOutput* output) const;
 
   const FakeEngineOptions options_;
   const FakeTokenizer tokenizer_;
+  const std::shared_ptr<const GrammarVocabulary> grammar_vocabulary_;
   const Capability capability_;
   const uint64_t bytes_per_token_;
   std::vector<SlotState> slots_;
@@ -311,6 +314,13 @@ void FakeEngine::Run(const Step& step, SessionTable::Session* session, StepOutpu
     }
     Corrupt(output);
   }
+  if (!status.ok()) {
+    // Shrinking needs no memory and cannot fail.
+    slot.Truncate(step.start_position);
+    table_.SetCached(session, step.start_position).IgnoreError();
+    output->residual.clear();
+    output->logits.clear();
+  }
   output->status = status;
   output->cached_tokens = session->cached_tokens;
 }
@@ -350,8 +360,12 @@ std::vector<float> FakeEngine::Logits(absl::Span<const float> row) const {
 }
 
 absl::Status FakeEngine::Tail(const Step& step, SlotState* slot, absl::Span<const float> residual,
-                              StepOutput* output) const {
-  if (step.sampling.has_value()) slot->sampler = Sampler(*step.sampling);
+                              StepOutput* output) {
+  if (step.sampling.has_value()) {
+    auto constraint = MakeGrammarConstraint(*step.sampling, grammar_vocabulary_);
+    if (!constraint.ok()) return constraint.status();
+    slot->sampler = Sampler(*step.sampling, *std::move(constraint));
+  }
   const uint32_t width = options_.width;
   if (step.output_rows == OutputRows::kAllLogits) {
     for (size_t i = 0; i < step.token_ids.size(); ++i) {
@@ -362,7 +376,9 @@ absl::Status FakeEngine::Tail(const Step& step, SlotState* slot, absl::Span<cons
   if (step.output_rows != OutputRows::kLast && !step.return_logits) return absl::OkStatus();
   std::vector<float> logits = Logits(residual.last(width));
   if (step.output_rows == OutputRows::kLast) {
-    output->token = slot->sampler.Sample(logits, slot->tokens);
+    absl::StatusOr<SampledToken> token = slot->sampler.Sample(logits, slot->tokens);
+    if (!token.ok()) return token.status();
+    output->token = *std::move(token);
     output->token->end_of_generation = output->token->token_id == FakeTokenizer::kEos;
   }
   if (step.return_logits && output->logits.empty()) output->logits = std::move(logits);

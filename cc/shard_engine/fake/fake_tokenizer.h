@@ -37,6 +37,7 @@ class FakeTokenizer : public Tokenizer {
   absl::StatusOr<std::string> Detokenize(absl::Span<const int32_t> token_ids,
                                          bool unparse_special) const override;
   absl::StatusOr<std::string> Piece(int32_t token_id) const override;
+  bool IsControl(int32_t token_id) const override { return token_id >= kBos; }
 
  private:
   const uint32_t vocabulary_size_;

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "cc/common/status.h"
+#include "cc/shard_engine/grammar/grammar.h"
 #include "cc/shard_engine/llama/artifact.h"
 #include "cc/shard_engine/llama/llama_tokenizer.h"
 #include "cc/shard_engine/llama/manifest.h"
@@ -288,6 +289,7 @@ class LlamaEngine : public ShardEngine {
   absl::Status DecodeRows(const float* residual);
   void Finish(Running* running);
   absl::Status Answer(const Running& running);
+  absl::StatusOr<std::unique_ptr<TokenConstraint>> MakeConstraint(const SamplingParams& params);
   // Logits of a row of the last decode; ENGINE_OUTPUT_INVALID when they are not numbers.
   absl::StatusOr<absl::Span<const float>> LogitsOf(uint32_t row) const;
   // CACHE_MISS when the state of `slot` cannot go back to `position`.
@@ -314,6 +316,8 @@ class LlamaEngine : public ShardEngine {
   // Only the last so many positions can be cut off.
   const bool bounded_rollback_;
   const LlamaTokenizer tokenizer_;
+  // Made when the first grammar comes.
+  std::shared_ptr<const GrammarVocabulary> grammar_vocabulary_;
   Rows rows_;
   const uint32_t batch_rows_;
   // Residual rows of several steps, one after the other.
@@ -558,7 +562,11 @@ absl::Status LlamaEngine::Answer(const Running& running) {
     return absl::OkStatus();
   }
   SlotState& slot = slots_[running.session->slot];
-  if (step.sampling.has_value()) slot.sampler = Sampler(*step.sampling);
+  if (step.sampling.has_value()) {
+    auto constraint = MakeConstraint(*step.sampling);
+    if (!constraint.ok()) return constraint.status();
+    slot.sampler = Sampler(*step.sampling, *std::move(constraint));
+  }
   if (OutputsOf(step) == 0) return absl::OkStatus();
   const bool all = step.output_rows == OutputRows::kAllLogits;
   if (all) output.logits.reserve(count * capability_.vocabulary_size);
@@ -569,11 +577,22 @@ absl::Status LlamaEngine::Answer(const Running& running) {
       output.logits.insert(output.logits.end(), logits->begin(), logits->end());
     }
     if (step.output_rows == OutputRows::kLast) {
-      output.token = slot.sampler.Sample(*logits, slot.tokens);
+      absl::StatusOr<SampledToken> token = slot.sampler.Sample(*logits, slot.tokens);
+      if (!token.ok()) return token.status();
+      output.token = *std::move(token);
       output.token->end_of_generation = tokenizer_.IsEndOfGeneration(output.token->token_id);
     }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<TokenConstraint>> LlamaEngine::MakeConstraint(
+    const SamplingParams& params) {
+  const bool constrained = !params.grammar.empty() || !params.json_schema.empty();
+  if (constrained && grammar_vocabulary_ == nullptr) {
+    grammar_vocabulary_ = std::make_shared<const GrammarVocabulary>(tokenizer_);
+  }
+  return MakeGrammarConstraint(params, grammar_vocabulary_);
 }
 
 absl::StatusOr<absl::Span<const float>> LlamaEngine::LogitsOf(uint32_t row) const {
@@ -899,6 +918,7 @@ MemoryEstimate Measure(const Loaded& loaded) {
                                                    llama_model_n_embd_out(loaded.model.get());
   memory.compute = compute + output_floats * sizeof(float) +
                    kVocabularyBytesPerToken * c.vocabulary_size + kFixedBytes;
+  if (c.is_tail()) memory.compute += GrammarVocabulary::kBytesPerToken * c.vocabulary_size;
   return memory;
 }
 

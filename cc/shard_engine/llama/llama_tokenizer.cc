@@ -44,9 +44,7 @@ std::vector<Tokenizer::SpecialToken> LlamaTokenizer::special_tokens() const {
   std::set<int32_t> named;
   for (const SpecialToken& token : tokens) named.insert(token.token_id);
   for (int32_t id = 0; id < static_cast<int32_t>(vocabulary_size_); ++id) {
-    // What llama_tokenize reads only with parse_special.
-    constexpr uint32_t kControl = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN;
-    if ((llama_vocab_get_attr(vocab_, id) & kControl) != 0 && named.count(id) == 0) {
+    if (IsControl(id) && named.count(id) == 0) {
       tokens.push_back({"control", id});
     }
   }
@@ -154,6 +152,12 @@ absl::StatusOr<std::string> LlamaTokenizer::Piece(int32_t token_id) const {
     return MakeError(v1::REASON_ENGINE_FAILURE,
                      absl::StrCat("the token has no piece: ", error.what()));
   }
+}
+
+bool LlamaTokenizer::IsControl(int32_t token_id) const {
+  // What llama_tokenize reads only with parse_special.
+  constexpr uint32_t kControl = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN;
+  return (llama_vocab_get_attr(vocab_, token_id) & kControl) != 0;
 }
 
 bool LlamaTokenizer::IsEndOfGeneration(int32_t token_id) const {

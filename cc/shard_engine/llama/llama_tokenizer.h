@@ -36,6 +36,7 @@ class LlamaTokenizer : public Tokenizer {
   absl::StatusOr<std::string> Detokenize(absl::Span<const int32_t> token_ids,
                                          bool unparse_special) const override;
   absl::StatusOr<std::string> Piece(int32_t token_id) const override;
+  bool IsControl(int32_t token_id) const override;
 
   // `token_id` is inside the vocabulary.
   bool IsEndOfGeneration(int32_t token_id) const;

@@ -290,6 +290,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int = 0
     logprobs: bool = False
+    grammar: str = ""
+    """What the text must be, in llama.cpp's notation (GBNF) with a rule `root`; empty = any."""
+    json_schema: str = ""
+    """As `grammar`: a JSON schema, itself as JSON text."""
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
         return sampling_pb2.SamplingParams(
@@ -308,6 +312,8 @@ class SamplingParams:
             ],
             top_logprobs=self.top_logprobs,
             logprobs=self.logprobs,
+            grammar=self.grammar,
+            json_schema=self.json_schema,
         )
 
 

@@ -14,6 +14,7 @@ _MAX_PENALTY_TOKENS: Final = 4096
 _MAX_TOP_LOGPROBS: Final = 20
 _MAX_LOGIT_BIASES: Final = 1024
 _DEFAULT_PENALTY_TOKENS: Final = 64
+_MAX_GRAMMAR_BYTES: Final = 64 << 10
 
 
 def canonical_sampling(params: sampling_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
@@ -43,6 +44,16 @@ def validate_sampling(params: sampling_pb2.SamplingParams, vocabulary_size: int)
         raise _invalid("penalty_last_n", "[0, 4096]", params.penalty_last_n)
     if params.top_logprobs > _MAX_TOP_LOGPROBS:
         raise _invalid("top_logprobs", "[0, 20]", params.top_logprobs)
+    for field in ("grammar", "json_schema"):
+        size = len(getattr(params, field).encode())
+        if size > _MAX_GRAMMAR_BYTES:
+            raise _invalid(field, f"[0, {_MAX_GRAMMAR_BYTES}] bytes", size)
+    if params.grammar and params.json_schema:
+        raise MeshnetError(
+            errors_pb2.REASON_SAMPLING_INVALID,
+            "sampling.grammar and sampling.json_schema must not both be set; write what the text"
+            " must be in one of them",
+        )
     if len(params.logit_bias) > _MAX_LOGIT_BIASES:
         raise _invalid("logit_bias", "[0, 1024] entries", len(params.logit_bias))
     for entry in params.logit_bias:
