@@ -43,6 +43,7 @@
 #include "cc/worker/engine_factory.h"
 #include "cc/worker/grpc_log.h"
 #include "cc/worker/grpc_transport.h"
+#include "cc/worker/identity.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/relay_transport.h"
 #include "cc/worker/shard_server.h"
@@ -61,6 +62,10 @@ ABSL_FLAG(std::string, recipe_fingerprint, "",
           "Refuse to serve when the loaded shard's recipe is another one.");
 ABSL_FLAG(std::string, artifact_sha256, "",
           "Refuse to serve when the loaded artifact is another one.");
+ABSL_FLAG(
+    std::string, identity, "",
+    "Refuse to serve unless this file, as `worker --version --json` prints it, describes this "
+    "program and lets it serve the loaded shard.");
 ABSL_FLAG(uint32_t, prefill_token_budget, 0,
           "Rows of prefill in one engine call (batch policy shared). 0 = one chunk.");
 ABSL_FLAG(uint64_t, max_frame_bytes, 1 << 20, "Largest message on a stream, 4 KiB to 64 MiB.");
@@ -100,13 +105,12 @@ constexpr absl::Duration kFarewell = absl::Milliseconds(500);
 
 constexpr absl::Duration kPoll = absl::Milliseconds(5);
 
-constexpr char kVersion[] = "0.1.0";
-
 constexpr char kUsage[] = R"(Serves one layer range of one model.
 
   worker --model=model.gguf --layers=0:15 --listen=127.0.0.1:7001
   worker --model=model.gguf --layers=15:30 --listen=127.0.0.1:7002
   worker --engine=fake --layers=0:8                  # no model: protocol tests
+  worker --version --json                            # what this program is
   worker --model=model.gguf --listen=10.0.0.5:7001 \
          --tls_cert=me.pem --tls_key=me.key --tls_ca=fleet.pem
   worker --model=model.gguf --layers=15:30 --relay=relay.example.org:7200 --relay_peer_id=worker-b
@@ -164,9 +168,8 @@ absl::StatusOr<std::string> ReadFile(const std::string& flag, const std::string&
   std::stringstream content;
   content << file.rdbuf();
   if (!file.good() || content.str().empty()) {
-    return MakeError(
-        v1::REASON_CONFIGURATION_INVALID,
-        absl::StrCat("expected a readable PEM file in --", flag, ", got '", path, "'"));
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("expected a readable file in --", flag, ", got '", path, "'"));
   }
   return content.str();
 }
@@ -302,6 +305,14 @@ absl::StatusOr<WorkerOptions> WorkerOptionsFromFlags() {
   options.prefill_token_budget = absl::GetFlag(FLAGS_prefill_token_budget);
   options.expected_recipe_fingerprint = absl::GetFlag(FLAGS_recipe_fingerprint);
   options.expected_artifact_sha256 = absl::GetFlag(FLAGS_artifact_sha256);
+  if (const std::string path = absl::GetFlag(FLAGS_identity); !path.empty()) {
+    const auto text = ReadFile("identity", path);
+    if (!text.ok()) return text.status();
+    auto pins = CheckIdentity(*text);
+    if (!pins.ok()) return pins.status();
+    options.allowed_artifacts = std::move(pins->artifacts);
+    options.allowed_recipes = std::move(pins->recipes);
+  }
   Limits limits;
   limits.max_frame_bytes = absl::GetFlag(FLAGS_max_frame_bytes);
   limits.max_bundle_bytes = absl::GetFlag(FLAGS_max_bundle_bytes);
@@ -515,13 +526,21 @@ void SilenceProtobuf() {
 
 bool IsOurs(absl::string_view file) { return absl::StrContains(file, "cc/worker/"); }
 
-// absl's own --help ends with exit code 1, as a mistake does.
-bool HelpWanted(int argc, char** argv) {
+bool IsGiven(absl::string_view option, int argc, char** argv) {
   for (int i = 1; i < argc && absl::string_view(argv[i]) != "--"; ++i) {
-    if (absl::string_view(argv[i]) == "--help" || absl::string_view(argv[i]) == "-help")
-      return true;
+    if (argv[i] == option) return true;
   }
   return false;
+}
+
+// absl's own --help ends with exit code 1, as a mistake does.
+bool HelpWanted(int argc, char** argv) {
+  return IsGiven("--help", argc, argv) || IsGiven("-help", argc, argv);
+}
+
+// absl's own --version knows no --json.
+bool IdentityWanted(int argc, char** argv) {
+  return IsGiven("--version", argc, argv) && IsGiven("--json", argc, argv);
 }
 
 // The usage and the worker's flags, wherever they are defined.
@@ -546,7 +565,8 @@ int Main() {
   const auto refuse = [](const absl::Status& status) {
     Logger().Log(Severity::kError, "flags_refused",
                  {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
-    return kExitFlags;
+    const ExitCode code = ExitCodeOf(status);
+    return code == kExitIdentity ? code : kExitFlags;
   };
   if (absl::Status status = CheckEngineFlags(); !status.ok()) return refuse(status);
   const auto server_options = ServerOptionsFromFlags();
@@ -580,6 +600,10 @@ int main(int argc, char** argv) {
   config.version_string = [] { return absl::StrCat("worker ", meshnet::worker::kVersion, "\n"); };
   config.contains_helpshort_flags = meshnet::worker::IsOurs;
   absl::SetFlagsUsageConfig(config);
+  if (meshnet::worker::IdentityWanted(argc, argv)) {
+    std::fputs(meshnet::worker::IdentityJson().c_str(), stdout);
+    return meshnet::worker::kExitOk;
+  }
   if (meshnet::worker::HelpWanted(argc, argv)) {
     meshnet::worker::PrintHelp();
     return meshnet::worker::kExitOk;

@@ -57,6 +57,9 @@ struct WorkerOptions {
   // When set, the loaded shard must have them (RECIPE_MISMATCH, ARTIFACT_MISMATCH).
   std::string expected_recipe_fingerprint;
   std::string expected_artifact_sha256;
+  // When not empty, the loaded shard must have one of each.
+  std::vector<std::string> allowed_recipes;
+  std::vector<std::string> allowed_artifacts;
   std::string version;
   std::function<absl::Time()> now = absl::Now;
 };

@@ -437,6 +437,21 @@ absl::Status Worker::AttachEngine(std::unique_ptr<ShardEngine> engine) {
                   absl::StrCat("expected artifact ", options.expected_artifact_sha256, ", loaded ",
                                capability.artifact_sha256, "; give the file that has this hash"));
   }
+  const auto one_of = [](const std::vector<std::string>& allowed, const std::string& value) {
+    return allowed.empty() || std::find(allowed.begin(), allowed.end(), value) != allowed.end();
+  };
+  if (status.ok() && !one_of(options.allowed_recipes, capability.recipe_fingerprint)) {
+    status = MakeError(v1::REASON_RECIPE_MISMATCH,
+                       absl::StrCat("expected one of the identity file's recipes (",
+                                    absl::StrJoin(options.allowed_recipes, ", "), "), loaded ",
+                                    capability.recipe_fingerprint));
+  }
+  if (status.ok() && !one_of(options.allowed_artifacts, capability.artifact_sha256)) {
+    status = MakeError(v1::REASON_ARTIFACT_MISMATCH,
+                       absl::StrCat("expected one of the identity file's artifacts (",
+                                    absl::StrJoin(options.allowed_artifacts, ", "), "), loaded ",
+                                    capability.artifact_sha256));
+  }
   ShardEngine* const loaded = engine.get();
   if (status.ok()) {
     absl::MutexLock lock(&core_->mu);

@@ -46,7 +46,7 @@ _WORKER_VARIABLE = "MESHNET_WORKER"
 
 
 def worker_binary() -> pathlib.Path:
-    """The worker: $MESHNET_WORKER, or the one built beside this module.
+    """The worker: $MESHNET_WORKER, or the one built beside this module, or an installed one.
 
     Raises MeshnetError (CONFIGURATION_INVALID) when there is none.
     """
@@ -56,10 +56,14 @@ def worker_binary() -> pathlib.Path:
         if chosen
         else pathlib.Path(__file__).parents[2] / "cc" / "worker" / "worker"
     )
+    installed = shutil.which("meshnet-worker")
+    if not chosen and not path.exists() and installed:
+        return pathlib.Path(installed)
     if not os.access(path, os.X_OK):
         raise MeshnetError(
             errors_pb2.REASON_CONFIGURATION_INVALID,
-            f"expected the worker program at {path}; build //cc/worker and set {_WORKER_VARIABLE}",
+            f"expected the worker program at {path} or meshnet-worker on the PATH; install a"
+            f" release, or build //cc/worker and set {_WORKER_VARIABLE}",
         )
     return path.absolute()
 

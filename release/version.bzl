@@ -1,0 +1,3 @@
+"""The version that worker, wheel and tarballs carry."""
+
+VERSION = "0.1.0"
