@@ -83,22 +83,22 @@ absl::StatusOr<SessionTable::Session*> SessionTable::Use(const SessionKey& key) 
 absl::Status SessionTable::SetCached(Session* session, uint32_t tokens) {
   absl::MutexLock lock(&mu_);
   const bool bounded = options_.budget_bytes > 0 && tokens > session->cached_tokens;
-  while (bounded && (cached_tokens_ - session->cached_tokens + tokens) * options_.bytes_per_token >
-                        options_.budget_bytes) {
+  const uint64_t before = BytesOf(session->cached_tokens);
+  const uint64_t after = BytesOf(tokens);
+  while (bounded && held_bytes_ - before + after > options_.budget_bytes) {
     const auto victim = Victim(session);
     if (victim == sessions_.end()) {
-      return MakeError(
-          v1::REASON_MEMORY_BUDGET_EXCEEDED,
-          absl::StrCat("the session needs ", tokens, " cached tokens of ", options_.bytes_per_token,
-                       " bytes; all sessions together hold ", cached_tokens_, " and the budget is ",
-                       options_.budget_bytes, " bytes; retry later"),
-          kRetryAfterMs);
+      return MakeError(v1::REASON_MEMORY_BUDGET_EXCEEDED,
+                       absl::StrCat("the session needs ", after, " bytes for ", tokens,
+                                    " cached tokens; all sessions together hold ", held_bytes_,
+                                    " and the budget is ", options_.budget_bytes, "; retry later"),
+                       kRetryAfterMs);
     }
     unreported_.push_back(victim->first);
     Drop(victim, /*evicted=*/true);
   }
-  cached_tokens_ += tokens;
-  cached_tokens_ -= session->cached_tokens;
+  held_bytes_ += after;
+  held_bytes_ -= before;
   session->cached_tokens = tokens;
   return absl::OkStatus();
 }
@@ -139,7 +139,7 @@ uint32_t SessionTable::open_sessions() const {
 
 uint64_t SessionTable::held_bytes() const {
   absl::MutexLock lock(&mu_);
-  return cached_tokens_ * options_.bytes_per_token;
+  return held_bytes_;
 }
 
 uint64_t SessionTable::evictions() const {
@@ -192,7 +192,7 @@ void SessionTable::Remember(const SessionKey& key) {
 
 void SessionTable::Drop(SessionMap::iterator it, bool evicted) {
   const uint32_t slot = it->second->slot;
-  cached_tokens_ -= it->second->cached_tokens;
+  held_bytes_ -= BytesOf(it->second->cached_tokens);
   if (evicted) {
     ++evictions_;
     if (const auto known = memory_.find(it->first.route_session_id);
@@ -206,6 +206,10 @@ void SessionTable::Drop(SessionMap::iterator it, bool evicted) {
   free_slots_.insert(
       std::upper_bound(free_slots_.begin(), free_slots_.end(), slot, std::greater<uint32_t>()),
       slot);
+}
+
+uint64_t SessionTable::BytesOf(uint32_t tokens) const {
+  return options_.bytes ? options_.bytes(tokens) : 0;
 }
 
 SessionTable::SessionMap::iterator SessionTable::Victim(const Session* keep) {

@@ -44,8 +44,9 @@ class SessionTable {
     absl::Duration idle_ttl = absl::InfiniteDuration();
     // A session that was active more recently than this is never evicted for another one.
     absl::Duration lru_min_idle = absl::Seconds(10);
-    uint64_t bytes_per_token = 0;
-    // What the cached tokens of all sessions may take. 0 = no bound.
+    // What a session's state takes that holds so many tokens; null = nothing.
+    std::function<uint64_t(uint32_t tokens)> bytes = nullptr;
+    // What the states of all sessions may take. 0 = no bound.
     uint64_t budget_bytes = 0;
     // Session ids whose newest epoch is remembered after they are gone.
     size_t remembered_ids = 4096;
@@ -109,6 +110,7 @@ class SessionTable {
   void Drop(SessionMap::iterator it, bool evicted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The least recently used session that may give way now, or end(). Never `keep`.
   SessionMap::iterator Victim(const Session* keep) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  uint64_t BytesOf(uint32_t tokens) const;
 
   const Options options_;
   mutable absl::Mutex mu_;
@@ -118,7 +120,7 @@ class SessionTable {
   // Least recently opened first.
   std::list<std::string> memory_order_ ABSL_GUARDED_BY(mu_);
   std::vector<SessionKey> unreported_ ABSL_GUARDED_BY(mu_);
-  uint64_t cached_tokens_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t evictions_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

@@ -89,8 +89,25 @@ TEST_F(SessionTableTest, AnExpiredSessionGivesWayBeforeTheLruMinimum) {
   EXPECT_TRUE(table.Open(Key(2), {}, nullptr).ok());
 }
 
+TEST_F(SessionTableTest, StatesMayGrowUnevenly) {
+  // A ring of 4 tokens, and something for every 8.
+  options_.bytes = [](uint32_t tokens) { return 10 * std::min(tokens, 4u) + 100 * (tokens / 8); };
+  SessionTable table(options_);
+  auto one = table.Open(Key(1), {}, nullptr);
+  auto two = table.Open(Key(2), {}, nullptr);
+  ASSERT_TRUE(table.SetCached(*one, 3).ok());
+  EXPECT_EQ(table.held_bytes(), 30u);
+  ASSERT_TRUE(table.SetCached(*two, 17).ok());
+  EXPECT_EQ(table.held_bytes(), 30u + 240u);
+  ASSERT_TRUE(table.SetCached(*two, 7).ok());
+  EXPECT_EQ(table.held_bytes(), 30u + 40u);
+  ASSERT_TRUE(table.Release(Key(1)).ok());
+  ASSERT_TRUE(table.Release(Key(2)).ok());
+  EXPECT_EQ(table.held_bytes(), 0u);
+}
+
 TEST_F(SessionTableTest, TheBudgetCountsCachedTokens) {
-  options_.bytes_per_token = 100;
+  options_.bytes = [](uint32_t tokens) { return uint64_t{100} * tokens; };
   options_.budget_bytes = 1000;
   SessionTable table(options_);
   auto one = table.Open(Key(1), {}, nullptr);

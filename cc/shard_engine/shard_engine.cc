@@ -173,10 +173,13 @@ std::string RecipeFingerprint(std::vector<std::pair<std::string, std::string>> f
   return Sha256Hex(canonical);
 }
 
-absl::Status ShardEngine::EnableMtp() {
+absl::Status MtpUnsupported() {
   return MakeError(v1::REASON_FEATURE_UNSUPPORTED,
-                   "multi-token prediction is reserved for a later version; this engine has none");
+                   "multi-token prediction (MTP) is reserved for a later version, and every recipe "
+                   "has mtp=off; ask without it");
 }
+
+absl::Status ShardEngine::EnableMtp() { return MtpUnsupported(); }
 
 absl::Status ShardEngine::ImportAuxiliaryState(const SessionKey& /*key*/,
                                                absl::string_view /*state*/) {

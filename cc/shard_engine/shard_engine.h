@@ -114,6 +114,9 @@ BoundarySchema HyperConnectionSchema(uint32_t streams, uint32_t n_embd);
 // has them: a peer that sends one is refused (TENSOR_UNEXPECTED), and so is EnableMtp().
 std::vector<TensorSpec> ReservedMtpTensors(uint32_t streams, uint32_t n_embd);
 
+// Why multi-token prediction is refused, whoever asks for it: FEATURE_UNSUPPORTED.
+absl::Status MtpUnsupported();
+
 // SHA-256 in lower-case hex over name, version and tensors: the same for every quantisation and
 // every cut of a model.
 std::string SchemaFingerprint(const BoundarySchema& schema);
@@ -216,6 +219,9 @@ struct Capability {
   uint32_t max_step_tokens = 0;
   BatchPolicy batch_policy = BatchPolicy::kExact;
   Evidence evidence = Evidence::kDark;
+  // How far behind the last position that it ever wrote a session can go on, except at 0; any
+  // distance when absent. Equal at all stages of a recipe.
+  std::optional<uint32_t> rollback_tokens;
   uint32_t vocabulary_size = 0;
   uint64_t owned_tensor_bytes = 0;
   uint32_t owned_tensors = 0;

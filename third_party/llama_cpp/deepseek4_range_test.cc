@@ -2,11 +2,13 @@
 // faults of upstream that have a patch. Whole against split over many cuts is tests/parity.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ggml-backend.h"
@@ -87,6 +89,8 @@ llama_context_params ContextParams() {
   params.n_batch = params.n_ubatch = 64;
   params.n_seq_max = 1;
   params.n_rs_seq = kRollback;
+  // A ring of 256 raw keys: window, micro-batch and twice the rollback, padded.
+  params.swa_full = false;
   params.n_threads = params.n_threads_batch = 1;
   params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
   return params;
@@ -99,11 +103,12 @@ llama_model_ptr Load(int begin, int end) {
   return llama_model_ptr(llama_model_load_from_file(ModelPath().c_str(), params));
 }
 
-Stage Open(int begin, int end, Recorder* recorder = nullptr) {
+Stage Open(int begin, int end, Recorder* recorder = nullptr, bool whole_window = false) {
   Stage stage;
   stage.model = Load(begin, end);
   EXPECT_NE(stage.model, nullptr) << begin << ", " << end;
   llama_context_params params = ContextParams();
+  params.swa_full = whole_window;
   if (recorder != nullptr) {
     params.cb_eval = &Recorder::Callback;
     params.cb_eval_user_data = recorder;
@@ -279,8 +284,9 @@ TEST_F(DeepSeek4, RangesWithoutCompressedLayersWork) {
 
 // 0011-deepseek-v4-rollback: tokens decoded one by one, then removed together, and again.
 TEST_F(DeepSeek4, RollbackDoesNotDependOnHowTokensWereBatched) {
-  // Around the ends of CSA blocks (multiples of 4) and of an HCA block (128).
-  for (const int prompt : {1, 6, 7, 125, 126, 127, 128}) {
+  // Around the ends of CSA blocks (multiples of 4), of HCA blocks (128) and of the ring of raw keys
+  // (256).
+  for (const int prompt : {1, 6, 7, 126, 127, 128, 254, 255, 256, 300}) {
     SCOPED_TRACE(prompt);
     const std::vector<llama_token> text = Tokens(prompt, 5);
     const std::vector<llama_token> after = Tokens(20, 6);
@@ -298,6 +304,48 @@ TEST_F(DeepSeek4, RollbackDoesNotDependOnHowTokensWereBatched) {
     ASSERT_FALSE(Evaluate(drafted, Tokens(7, 8), prompt, 7).empty());
     ASSERT_TRUE(Cut(drafted, prompt));
     EXPECT_TRUE(Evaluate(drafted, after, prompt, 1) == expected);
+  }
+}
+
+// Twice around the ring and further, against a cache that forgets no key: the same but for
+// rounding, as attention sums in another order and activations are rounded to f16 behind it. One
+// layer of each kind, so that rounding does not add up; a key that is missing would show in every
+// row.
+TEST_F(DeepSeek4, TheRingOfRawKeysHoldsTheWindow) {
+  constexpr size_t kRow = size_t{kEmbd} * kStreams;
+  constexpr size_t kRows = 600;
+  constexpr size_t kRing = 256;
+  const std::vector<llama_token> text = Tokens(kRows, 5);
+  std::vector<float> boundary(kRows * kRow);
+  for (size_t i = 0; i < boundary.size(); ++i) {
+    boundary[i] =
+        static_cast<float>(text[i % kRows] + static_cast<int>(i * 7919 % 1021) - 700) / 512;
+  }
+  // Window alone, CSA, HCA.
+  for (const auto& [begin, end] : std::vector<std::pair<int, int>>{{0, 1}, {2, 3}, {3, 4}}) {
+    SCOPED_TRACE(begin);
+    Stage ring = Open(begin, end);
+    Stage everything = Open(begin, end, nullptr, /*whole_window=*/true);
+    EXPECT_LT(StateBytes(ring), StateBytes(everything));
+    const std::vector<float>* input = begin == 0 ? nullptr : &boundary;
+    const std::vector<float> found = Evaluate(ring, text, 0, 64, input);
+    const std::vector<float> expected = Evaluate(everything, text, 0, 64, input);
+    ASSERT_EQ(found.size(), kRows * kRow);
+    ASSERT_EQ(expected.size(), kRows * kRow);
+    // Before the ring's end there is no difference at all.
+    EXPECT_TRUE(std::equal(found.begin(), found.begin() + kRing * kRow, expected.begin()));
+    size_t apart = 0;
+    for (size_t row = kRing; row < kRows; ++row) {
+      float difference = 0;
+      float magnitude = 0;
+      for (size_t at = row * kRow; at < (row + 1) * kRow; ++at) {
+        difference = std::max(difference, std::abs(found[at] - expected[at]));
+        magnitude = std::max(magnitude, std::abs(expected[at]));
+      }
+      if (difference > 0.02f * magnitude) ++apart;
+    }
+    // Where a router chooses the experts, a rounded number can choose another one.
+    EXPECT_LE(apart, begin == 3 ? (kRows - kRing) / 50 : 0u);
   }
 }
 

@@ -190,7 +190,7 @@ class FakeEngine : public ShardEngine {
     table.slots = options_.max_sessions;
     table.idle_ttl = options_.idle_ttl;
     table.lru_min_idle = options_.lru_min_idle;
-    table.bytes_per_token = bytes_per_token_;
+    table.bytes = [bytes = bytes_per_token_](uint32_t tokens) { return bytes * tokens; };
     table.budget_bytes = options_.memory_budget_bytes;
     table.now = options_.now;
     table.on_free = [this](uint32_t slot) {

@@ -142,6 +142,16 @@ uint32_t Uint32Of(const gguf_context* gguf, const std::string& key) {
   return gguf_get_val_u32(gguf, id);
 }
 
+// The elements of an array of 32-bit whole numbers; empty when it is absent or of another type.
+std::vector<uint32_t> Uint32sOf(const gguf_context* gguf, const std::string& key) {
+  const int64_t id = gguf_find_key(gguf, key.c_str());
+  if (id < 0 || gguf_get_kv_type(gguf, id) != GGUF_TYPE_ARRAY) return {};
+  const gguf_type type = gguf_get_arr_type(gguf, id);
+  if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) return {};
+  const auto* values = static_cast<const uint32_t*>(gguf_get_arr_data(gguf, id));
+  return {values, values + gguf_get_arr_n(gguf, id)};
+}
+
 std::string StringOf(const gguf_context* gguf, const char* key) {
   const int64_t id = gguf_find_key(gguf, key);
   if (id < 0 || gguf_get_kv_type(gguf, id) != GGUF_TYPE_STRING) return "";
@@ -334,6 +344,10 @@ absl::StatusOr<ArtifactHeader> ReadArtifactHeader(const std::string& path) {
   }
   header.embedding = Uint32Of(gguf, key("embedding_length"));
   header.streams = std::max(1u, Uint32Of(gguf, key("hyper_connection.count")));
+  header.key_length = Uint32Of(gguf, key("attention.key_length"));
+  header.indexer_key_length = Uint32Of(gguf, key("attention.indexer.key_length"));
+  header.window = Uint32Of(gguf, key("attention.sliding_window"));
+  header.compression_ratios = Uint32sOf(gguf, key("attention.compress_ratios"));
   const uint32_t blocks = Uint32Of(gguf, key("block_count"));
   const uint32_t mtp_blocks = Uint32Of(gguf, key("nextn_predict_layers"));
   if (mtp_blocks >= blocks) {

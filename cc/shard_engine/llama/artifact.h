@@ -20,6 +20,12 @@ struct ArtifactHeader {
   // Residual streams of a token: 1 for dense models.
   uint32_t streams = 1;
   uint32_t embedding = 0;
+  // Of DeepSeek V4 alone: the size of a key and of an indexer's key, the window that raw keys are
+  // kept for, and each layer's compression ratio, 0 being none.
+  uint32_t key_length = 0;
+  uint32_t indexer_key_length = 0;
+  uint32_t window = 0;
+  std::vector<uint32_t> compression_ratios;
   // SHA-256 over every tokenizer.* entry as it stands in the first file, sorted by key.
   std::string tokenizer_sha256;
   // The file, or all parts of the split set, in their order.

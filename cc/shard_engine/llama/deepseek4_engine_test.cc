@@ -1,4 +1,5 @@
 // The engine on DeepSeek V4: the contract of every engine, and what this architecture adds to it.
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -101,6 +102,11 @@ TEST(DeepSeek4Test, MtpIsReservedAndRefused) {
   EXPECT_EQ(tail->capability().model_layers, kLayers);
   EXPECT_EQ(RecipeField(*tail, "mtp"), "off");
   EXPECT_EQ(ReasonOf(tail->EnableMtp()), v1::REASON_FEATURE_UNSUPPORTED);
+  LlamaEngineOptions asking = OptionsFor({});
+  asking.mtp = true;
+  const absl::Status refused = LoadLlamaEngine(asking).status();
+  EXPECT_EQ(ReasonOf(refused), v1::REASON_FEATURE_UNSUPPORTED);
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr("MTP"));
   // The file's ninth block is no layer that a range could have.
   ContractConfig config;
   config.range = {0, kLayers + 1};
@@ -190,6 +196,121 @@ TEST(DeepSeek4Test, ResultsDependNeitherOnSlotsNorOnTheContextsLength) {
   LlamaEngineOptions options = OptionsFor({});
   options.rollback_tokens = 32;
   EXPECT_NE(Load(options)->capability().recipe_fingerprint, fingerprint);
+}
+
+// Keys are f16 numbers, 64 of them, an indexer's key has 128; accumulators and their scores are
+// f32.
+constexpr uint64_t kKey = 64 * 2;
+constexpr uint64_t kIndexerKey = 128 * 2;
+constexpr uint64_t kAccumulated = 2 * 64 * 4;
+constexpr uint64_t kIndexerAccumulated = 2 * 128 * 4;
+// Window 128, micro-batch 64, twice the rollback of 16: 224, padded to 256.
+constexpr uint64_t kRing = 256;
+
+struct LayerState {
+  LayerRange range;
+  // Of a session with so many tokens.
+  std::function<uint64_t(uint64_t tokens)> bytes;
+};
+
+// What is counted for a session is what its tokens fill of what llama.cpp took for its slot.
+TEST(DeepSeek4Test, HeldMemoryIsTheStateOfEveryKind) {
+  LlamaEngineOptions options = OptionsFor({});
+  options.max_sessions = 2;
+  options.context_tokens = 1024;
+  options.max_step_tokens = 64;
+  options.rollback_tokens = 16;
+  const auto window = [](uint64_t n) { return kKey * std::min(n, kRing); };
+  const std::vector<LayerState> layers = {
+      {{0, 1}, window},
+      {{2, 3},
+       [&](uint64_t n) {
+         return window(n) + (kKey + kIndexerKey) * (n / 4) +
+                2 * (kAccumulated + kIndexerAccumulated) * std::min<uint64_t>(n, 8 + 16);
+       }},
+      {{3, 4},
+       [&](uint64_t n) {
+         return window(n) + kKey * (n / 128) + kAccumulated * std::min<uint64_t>(n, 128 + 16);
+       }},
+  };
+  for (const LayerState& layer : layers) {
+    SCOPED_TRACE(layer.range.begin);
+    options.range = layer.range;
+    const auto engine = Load(options);
+    const uint64_t width = engine->capability().is_head() ? 0 : kStreams * kEmbedding;
+    const std::vector<float> residual(64 * width, 0.1f);
+    const std::vector<int32_t> tokens = RandomTokens(512, 64, 7);
+    const auto run = [&](char session, uint32_t start, size_t rows) {
+      Step step = MakeStep(Key(session), start, absl::MakeConstSpan(tokens).first(rows));
+      step.residual = absl::MakeConstSpan(residual).first(rows * width);
+      ASSERT_TRUE(RunStep(*engine, step).status.ok());
+    };
+    ASSERT_TRUE(engine->OpenSession(Key('a'), {}, nullptr).ok());
+    ASSERT_TRUE(engine->OpenSession(Key('b'), {}, nullptr).ok());
+    EXPECT_EQ(engine->metrics().kv_bytes, 0u);
+    uint32_t held = 0;
+    for (const size_t rows : {3, 1, 4, 60, 60, 4, 64, 64, 64, 64, 64}) {
+      run('a', held, rows);
+      held += static_cast<uint32_t>(rows);
+      EXPECT_EQ(engine->metrics().kv_bytes, layer.bytes(held)) << held;
+    }
+    run('b', 0, 10);
+    EXPECT_EQ(engine->metrics().kv_bytes, layer.bytes(held) + layer.bytes(10));
+    ASSERT_TRUE(engine->Truncate(Key('a'), held - 16).ok());
+    EXPECT_EQ(engine->metrics().kv_bytes, layer.bytes(held - 16) + layer.bytes(10));
+    ASSERT_TRUE(engine->Release(Key('b')).ok());
+    EXPECT_EQ(engine->metrics().kv_bytes, layer.bytes(held - 16));
+    ASSERT_TRUE(engine->Release(Key('a')).ok());
+    EXPECT_EQ(engine->metrics().kv_bytes, 0u);
+    // Compressed caches are padded to 256 rows, the HCA's 8 and the CSA's 256 of them alike.
+    const uint64_t padding = layer.range.begin == 3 ? kKey * (256 - 1024 / 128) : 0;
+    EXPECT_EQ(engine->EstimateMemory().kv_per_session, layer.bytes(1024) + padding);
+    EXPECT_EQ(engine->metrics().kv_budget_bytes, 2 * (layer.bytes(1024) + padding));
+  }
+}
+
+// The ring of raw keys is as long for a million tokens as for a thousand.
+TEST(DeepSeek4Test, TheWindowTakesNoMoreInALongContext) {
+  LlamaEngineOptions options = OptionsFor({});
+  options.range = {0, 2};
+  options.max_sessions = 1;
+  options.context_tokens = 1024;
+  const uint64_t bytes = Load(options)->EstimateMemory().kv_per_session;
+  options.context_tokens = 1u << 20;
+  EXPECT_EQ(Load(options)->EstimateMemory().kv_per_session, bytes);
+}
+
+TEST(DeepSeek4Test, IdleSessionsAreEvictedWithTheirState) {
+  ContractConfig config;
+  absl::Time now = absl::UnixEpoch();
+  config.now = [&now] { return now; };
+  config.max_sessions = 1;
+  config.idle_ttl = absl::Minutes(1);
+  config.lru_min_idle = absl::Seconds(10);
+  EngineChain chain;
+  chain.push_back(Load(OptionsFor(config)));
+  ShardEngine& engine = *chain[0];
+  const std::vector<int32_t> prompt = RandomTokens(512, 16, 9);
+  const std::vector<int32_t> expected = Generate(chain, Key('x'), prompt, 16, 8);
+  // For another session, once it has been idle for long enough.
+  ASSERT_TRUE(engine.OpenSession(Key('a'), {}, nullptr).ok());
+  ASSERT_TRUE(RunStep(engine, MakeStep(Key('a'), 0, RandomTokens(512, 12, 1))).status.ok());
+  EXPECT_EQ(ReasonOf(engine.OpenSession(Key('b'), {}, nullptr)), v1::REASON_SESSIONS_EXHAUSTED);
+  now += absl::Seconds(10);
+  std::vector<SessionKey> evicted;
+  ASSERT_TRUE(engine.OpenSession(Key('b'), {}, &evicted).ok());
+  EXPECT_EQ(evicted, std::vector<SessionKey>{Key('a')});
+  EXPECT_EQ(engine.metrics().kv_bytes, 0u);
+  EXPECT_EQ(ReasonOf(RunStep(engine, MakeStep(Key('a'), 12, prompt)).status),
+            v1::REASON_SESSION_EVICTED);
+  // By its time to live.
+  ASSERT_TRUE(RunStep(engine, MakeStep(Key('b'), 0, RandomTokens(512, 12, 2))).status.ok());
+  EXPECT_GT(engine.metrics().kv_bytes, 0u);
+  now += absl::Minutes(2);
+  EXPECT_EQ(engine.EvictIdle(), std::vector<SessionKey>{Key('b')});
+  EXPECT_EQ(engine.metrics().kv_bytes, 0u);
+  // Nothing of them is left in the slot.
+  EXPECT_EQ(Generate(chain, Key('c'), prompt, 16, 8), expected);
 }
 
 TEST(DeepSeek4Test, TheBudgetCountsEveryKindOfState) {

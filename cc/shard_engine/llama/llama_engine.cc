@@ -24,6 +24,7 @@
 #include "cc/shard_engine/llama/artifact.h"
 #include "cc/shard_engine/llama/llama_tokenizer.h"
 #include "cc/shard_engine/llama/manifest.h"
+#include "cc/shard_engine/llama/state_size.h"
 #include "cc/shard_engine/sampler.h"
 #include "cc/shard_engine/session_table.h"
 #include "cc/shard_engine/step_check.h"
@@ -206,6 +207,7 @@ struct Loaded {
   ContextPtr context;
   Capability capability;
   MemoryEstimate memory;
+  StateSize state_size;
   uint32_t batch_rows = 0;
   uint32_t batch_outputs = 0;
 };
@@ -219,6 +221,7 @@ class LlamaEngine : public ShardEngine {
         context_(std::move(loaded.context)),
         capability_(std::move(loaded.capability)),
         memory_(loaded.memory),
+        state_size_(std::move(loaded.state_size)),
         batch_outputs_(loaded.batch_outputs),
         width_in_(llama_model_boundary_n_embd_in(model_.get())),
         width_out_(llama_model_boundary_n_embd_out(model_.get())),
@@ -310,6 +313,7 @@ class LlamaEngine : public ShardEngine {
   const ContextPtr context_;
   const Capability capability_;
   const MemoryEstimate memory_;
+  const StateSize state_size_;
   const uint32_t batch_outputs_;
   const uint32_t width_in_;
   const uint32_t width_out_;
@@ -338,9 +342,7 @@ SessionTable::Options LlamaEngine::TableOptions() {
   table.slots = options_.max_sessions;
   table.idle_ttl = options_.idle_ttl;
   table.lru_min_idle = options_.lru_min_idle;
-  const uint64_t cells = (uint64_t{options_.context_tokens} + kContextMultiple - 1) /
-                         kContextMultiple * kContextMultiple;
-  table.bytes_per_token = memory_.kv_per_session / cells;
+  table.bytes = [this](uint32_t tokens) { return state_size_.Bytes(tokens); };
   table.now = options_.now;
   table.on_free = [this](uint32_t slot) {
     ClearCells(slot, 0);
@@ -724,6 +726,7 @@ absl::Status CheckOptions(const LlamaEngineOptions& options) {
     return invalid(absl::StrCat("expected steps of 1 to ", kMaxStep, " tokens, got ",
                                 options.max_step_tokens));
   }
+  if (options.mtp) return MtpUnsupported();
   if (options.poll > 100) {
     return invalid(absl::StrCat("expected a polling level in [0, 100], got ", options.poll));
   }
@@ -793,20 +796,24 @@ absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options,
 // numbers (4 bytes a row) begin in the middle of a cache line: prefill takes a sixth longer.
 uint32_t AlignedRows(uint32_t rows) { return (rows + 15) / 16 * 16; }
 
+uint32_t SlotCells(const LlamaEngineOptions& options) {
+  return (options.context_tokens + kContextMultiple - 1) / kContextMultiple * kContextMultiple;
+}
+
 absl::StatusOr<ContextPtr> MakeContext(const LlamaEngineOptions& options, llama_model* model,
                                        const Capability& capability, uint32_t batch_rows,
                                        uint32_t batch_outputs) {
   const bool tail = capability.is_tail();
   const bool deepseek4 = capability.architecture == kDeepSeek4;
   llama_context_params params = llama_context_default_params();
-  const uint32_t slot_cells =
-      (options.context_tokens + kContextMultiple - 1) / kContextMultiple * kContextMultiple;
-  params.n_ctx = slot_cells * options.max_sessions;
+  params.n_ctx = SlotCells(options) * options.max_sessions;
   params.n_batch = AlignedRows(batch_rows);
   // DeepSeek V4 keeps the keys of its window in a ring as long as window, micro-batch and rollback:
   // the number of sessions must not change where a key lies.
   params.n_ubatch = deepseek4 ? AlignedRows(options.max_step_tokens) : params.n_batch;
   params.n_rs_seq = deepseek4 ? options.rollback_tokens : 0;
+  // Otherwise it would be as long as the context.
+  params.swa_full = !deepseek4;
   params.n_seq_max = options.max_sessions;
   // A stream per slot: attention walks over a session's own cells only, and their placement depends
   // on nothing else.
@@ -922,6 +929,18 @@ MemoryEstimate Measure(const Loaded& loaded) {
   return memory;
 }
 
+StateSize MakeStateSize(const Loaded& loaded, const ArtifactHeader& header) {
+  const LlamaEngineOptions& options = loaded.options;
+  if (header.architecture != kDeepSeek4) {
+    return DenseStateSize(loaded.memory.kv_per_session, SlotCells(options));
+  }
+  DeepSeek4Geometry geometry;
+  geometry.slot_cells = SlotCells(options);
+  geometry.micro_batch = AlignedRows(options.max_step_tokens);
+  geometry.rollback_tokens = options.rollback_tokens;
+  return DeepSeek4StateSize(header, loaded.capability.range, KvGgmlType(options.kv_type), geometry);
+}
+
 absl::Status CheckBudget(const LlamaEngineOptions& options, const MemoryEstimate& memory) {
   const uint64_t total =
       memory.weights + memory.kv_per_session * options.max_sessions + memory.compute;
@@ -956,6 +975,7 @@ Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeade
   c.max_step_tokens = options.max_step_tokens;
   c.batch_policy = options.batch_policy;
   c.evidence = Evidence::kDark;
+  if (header.architecture == kDeepSeek4) c.rollback_tokens = options.rollback_tokens;
   c.vocabulary_size = static_cast<uint32_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
   c.owned_tensors = static_cast<uint32_t>(llama_model_loaded_n_tensors(model));
   c.owned_tensor_bytes = llama_model_loaded_size(model);
@@ -1126,6 +1146,7 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   }
   llama_attach_threadpool(loaded.context.get(), loaded.threads->get(), loaded.threads->get());
   loaded.memory = Measure(loaded);
+  loaded.state_size = MakeStateSize(loaded, artifact->header);
   status = CheckBudget(options, loaded.memory);
   if (!status.ok()) return status;
   // Reading headers, vocabulary and hash left free pages behind.

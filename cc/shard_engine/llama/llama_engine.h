@@ -71,6 +71,8 @@ struct LlamaEngineOptions {
   // DeepSeek V4: see above; dense models can always go back. Part of the recipe, because all stages
   // have to answer alike.
   uint32_t rollback_tokens = 64;
+  // Multi-token prediction: reserved, FEATURE_UNSUPPORTED when asked for.
+  bool mtp = false;
   // With as many threads as this process may use CPUs: keep each thread, the caller of Execute()
   // included, to one CPU. Wrong where something else keeps a CPU busy for long.
   bool pin_threads = false;
