@@ -196,7 +196,9 @@ std::map<std::string, MakeAttack> IdentityKinds() {
     f->set_schema_version(Other(rng, 1));
   });
   kinds["reserved_state"] = Any(v1::REASON_RESERVED_FIELD_SET, [](Rng* rng, v1::Frame* f) {
-    f->mutable_reserved_state()->set_mtp(rng->Bytes(rng->Between(0, 50)));
+    v1::MtpBoundary* mtp = f->mutable_reserved_state()->mutable_mtp();
+    if (rng->Coin()) mtp->mutable_hidden()->set_byte_length(rng->Between(0, 1 << 20));
+    if (rng->Coin()) mtp->set_draft_position(static_cast<uint32_t>(rng->Between(0, 5000)));
   });
   kinds["work_id"] = Any(v1::REASON_FIELD_OUT_OF_BOUNDS, [](Rng* rng, v1::Frame* f) {
     f->set_work_id(rng->Coin() ? std::string(rng->Between(65, 200), 'w') : "fuzz\xC3\xA9");

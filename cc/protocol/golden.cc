@@ -17,7 +17,9 @@ FrameExpectation FromGolden(const golden::Expectation& message) {
   FrameExpectation expectation;
   expectation.work_id = message.work_id();
   expectation.session = {absl::HexStringToBytes(message.route_session_id()), message.route_epoch()};
-  expectation.schema = DenseResidualSchema(message.n_embd());
+  expectation.schema = message.streams() > 0
+                           ? HyperConnectionSchema(message.streams(), message.n_embd())
+                           : DenseResidualSchema(message.n_embd());
   expectation.applied = {0, message.applied_end()};
   expectation.vocabulary_size = message.vocabulary_size();
   expectation.context_tokens = message.context_tokens();

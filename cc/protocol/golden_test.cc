@@ -71,9 +71,10 @@ TEST(GoldenTest, StepsAreEncodedByteForByteAndComeBack) {
 TEST(GoldenTest, MalformedFramesAreRefusedForTheirReason) {
   const auto golden = ReadGolden<golden::MalformedFrames>("malformed_frames.textproto");
   EXPECT_GE(golden.cases_size(), 60);
-  const FrameExpectation expectation = FromGolden(golden.expectation());
   for (const golden::MalformedCase& c : golden.cases()) {
     SCOPED_TRACE(c.name());
+    const FrameExpectation expectation =
+        FromGolden(c.has_expectation() ? c.expectation() : golden.expectation());
     FrameAssembler assembler(expectation);
     std::optional<WireStep> step;
     absl::Status status;

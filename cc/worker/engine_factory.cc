@@ -49,6 +49,8 @@ ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that
 ABSL_FLAG(uint32_t, rollback_tokens, 64,
           "DeepSeek V4: how far back a session can go without a new prefill. Part of the recipe: "
           "equal on all stages of a route.");
+ABSL_FLAG(std::string, mtp, "off",
+          "Multi-token prediction: reserved, only off. Asking for anything else is refused.");
 ABSL_FLAG(uint64_t, memory_budget, 0,
           "Refuse to load when weights, caches and compute buffers need more bytes. 0 = no bound.");
 
@@ -99,6 +101,10 @@ absl::StatusOr<FakeEngineOptions::Malformed> ParseMalformed(absl::string_view te
   if (text == "token") return Malformed::kBadToken;
   return Invalid(
       absl::StrCat("expected --fake_malformed none, nan, width or token, got '", text, "'"));
+}
+
+absl::Status CheckMtp() {
+  return absl::GetFlag(FLAGS_mtp) == "off" ? absl::OkStatus() : MtpUnsupported();
 }
 
 absl::StatusOr<FakeEngineOptions> FakeOptions() {
@@ -189,6 +195,7 @@ absl::StatusOr<LayerRange> ParseLayers(absl::string_view text) {
 }
 
 absl::Status CheckEngineFlags() {
+  if (absl::Status status = CheckMtp(); !status.ok()) return status;
   const std::string engine = absl::GetFlag(FLAGS_engine);
   if (engine == "fake") return FakeOptions().status();
   if (engine == "llama") return LlamaOptions().status();

@@ -182,8 +182,9 @@ TEST_P(SeamTest, RefusesFramesThatAreWrong) {
             v1::REASON_CHECKSUM_MISMATCH);
   EXPECT_EQ(change([](auto* f) { f->set_phase(static_cast<v1::Phase>(77)); }),
             v1::REASON_UNKNOWN_ENUM_VALUE);
-  EXPECT_EQ(change([](auto* f) { f->mutable_reserved_state()->set_mtp("x"); }),
-            v1::REASON_RESERVED_FIELD_SET);
+  EXPECT_EQ(
+      change([](auto* f) { f->mutable_reserved_state()->mutable_mtp()->set_draft_position(1); }),
+      v1::REASON_RESERVED_FIELD_SET);
   EXPECT_EQ(change([](auto* f) { f->set_boundary_schema("other"); }),
             v1::REASON_BOUNDARY_SCHEMA_MISMATCH);
   EXPECT_EQ(change([](auto* f) { f->set_schema_version(9); }),
@@ -317,6 +318,12 @@ TEST_P(SeamTest, KeepsTheOrderOfLife) {
   EXPECT_EQ(first(Method::kSeam, open), v1::REASON_RANGE_MISMATCH);
   open.mutable_open()->set_hop_index(9);
   EXPECT_EQ(first(Method::kSeam, open), v1::REASON_ROUTE_INVALID);
+  // Multi-token prediction, at the head and behind it.
+  session.mutable_open()->set_mtp(true);
+  EXPECT_EQ(first(Method::kSession, session), v1::REASON_FEATURE_UNSUPPORTED);
+  open.mutable_open()->set_hop_index(1);
+  open.mutable_open()->mutable_session()->set_mtp(true);
+  EXPECT_EQ(first(Method::kSeam, open), v1::REASON_FEATURE_UNSUPPORTED);
   EXPECT_TRUE(AllFree());
 }
 

@@ -175,6 +175,7 @@ absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
         absl::StrCat("expected schema_version ", kSchemaVersion, ", got ", check.schema_version,
                      "; bring the client and all workers of the route to one version"));
   }
+  if (check.open->mtp()) return MtpUnsupported();
   if (absl::Status status = ValidateWorkId(check.open->work_id()); !status.ok()) return status;
   const v1::Route& route = check.open->route();
   if (absl::Status status = ValidateRoute(route); !status.ok()) return status;

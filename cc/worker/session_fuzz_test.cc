@@ -738,6 +738,14 @@ std::map<std::string, Kind> SessionFuzzTest::Kinds() const {
     message.mutable_result()->set_step(rng->Between(2, ~uint64_t{0}));
     return One(v1::REASON_STEP_OUT_OF_ORDER, message);
   });
+  add("return_answer/mtp", Target::kReturnAnswer, [=](Rng* rng) {
+    v1::ReturnEvent message = result;
+    v1::MtpResult* mtp = message.mutable_result()->mutable_mtp();
+    for (uint64_t i = rng->Between(0, 9); i > 0; --i) {
+      mtp->add_draft_token_ids(static_cast<int32_t>(rng->Between(0, 300)));
+    }
+    return One(v1::REASON_RESERVED_FIELD_SET, message);
+  });
   add("return_answer/tokens", Target::kReturnAnswer, [=](Rng* rng) {
     v1::ReturnEvent message = result;
     for (uint64_t i = rng->Between(1, 1000); i > 0; --i) message.mutable_result()->add_tokens();

@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 import xxhash
-from meshnet_gguf.protocol import FrameExpectation, Limits, WireStep, dense_residual_schema
+from meshnet_gguf.protocol import (
+    FrameExpectation,
+    Limits,
+    WireStep,
+    dense_residual_schema,
+    encode_step,
+    hyper_connection_schema,
+)
 
 from proto.meshnet.shard.v1 import boundary_pb2, frame_pb2, sampling_pb2
 
@@ -54,6 +61,8 @@ class Malformed:
     reason: str
     frames: list[bytes] = field(default_factory=list)
     finish: bool = False
+    receiver: FrameExpectation | None = None
+    """None: EXPECTATION."""
 
 
 # ---- Good steps ----
@@ -77,12 +86,23 @@ def _step(
     return WireStep(**{**values, **changes})
 
 
+def _streams(step: WireStep, streams: int) -> WireStep:
+    """The same numbers as several residual streams a token, as DeepSeek V4 has them."""
+    tokens, width = step.residual.shape
+    return replace(step, residual=step.residual.reshape(tokens, streams, width // streams))
+
+
 def _receiver(step: WireStep, **changes: Any) -> FrameExpectation:
+    *streams, n_embd = step.residual.shape[1:]
     values: dict[str, Any] = {
         "work_id": step.work_id,
         "route_session_id": step.route_session_id,
         "route_epoch": step.route_epoch,
-        "schema": dense_residual_schema(step.residual.shape[1]),
+        "schema": (
+            hyper_connection_schema(streams[0], n_embd)
+            if streams
+            else dense_residual_schema(n_embd)
+        ),
         "applied_end": step.applied_end,
         "vocabulary_size": 50000,
         "context_tokens": 2048,
@@ -153,6 +173,8 @@ def good_steps() -> Iterator[GoodStep]:
         vocabulary_size=2**31,
         context_tokens=2**31,
     )
+    yield good("deepseek4_decode", _streams(_step(1, 32, 12, start=200, step=3, **decode), 4))
+    yield good("deepseek4_prefill_in_two_fragments", _streams(_step(20, 64, 13), 4))
     yield good(
         "smallest_floats",
         _step(1, 4, 11, residual=np.array([[0.0, -0.0, 2**-149, -(2**-126)]], np.float32)),
@@ -275,6 +297,7 @@ def malformed_frames() -> Iterator[Malformed]:
     yield from _changed_headers()
     yield from _changed_samplings()
     yield from _changed_tensors()
+    yield from _changed_deepseek4()
     yield from _changed_fragments()
     yield from _sequences()
     yield from _changed_content()
@@ -343,11 +366,30 @@ def _changed_identities() -> Iterator[Malformed]:
             "SCHEMA_VERSION_UNSUPPORTED",
             lambda f, version=version: setattr(f, "schema_version", version),  # type: ignore[misc]
         )
-    for name in ("architecture_state", "recurrent_state", "mtp"):
+    for name in ("architecture_state", "recurrent_state"):
         yield _one(
             f"reserved_{name}",
             "RESERVED_FIELD_SET",
             lambda f, name=name: setattr(f.reserved_state, name, b"\x01"),  # type: ignore[misc]
+        )
+    # Typed and reserved for multi-token prediction (docs/deepseek-v4-mtp.md).
+    hidden = _reserved_tensor("mtp.hidden", boundary_pb2.DTYPE_F32, [1, 4, 2])
+    drafts = _reserved_tensor("mtp.draft_token_ids", boundary_pb2.DTYPE_I32, [1])
+    for case, boundary in (
+        ("reserved_mtp", frame_pb2.MtpBoundary()),
+        ("reserved_mtp_hidden_field", frame_pb2.MtpBoundary(hidden=hidden)),
+        ("reserved_mtp_draft_token_ids_field", frame_pb2.MtpBoundary(draft_token_ids=drafts)),
+        (
+            "reserved_mtp_round",
+            frame_pb2.MtpBoundary(hidden=hidden, draft_token_ids=drafts, draft_position=4),
+        ),
+    ):
+        yield _one(
+            case,
+            "RESERVED_FIELD_SET",
+            lambda f, boundary=boundary: f.reserved_state.mtp.CopyFrom(  # type: ignore[misc]
+                boundary
+            ),
         )
     yield _one(
         "reserved_state_without_content",
@@ -371,6 +413,52 @@ def _changed_identities() -> Iterator[Malformed]:
     yield _one("stale_epoch", "STALE_EPOCH", lambda f: setattr(f, "route_epoch", 4))
     yield _one("first_epoch_again", "STALE_EPOCH", lambda f: setattr(f, "route_epoch", 1))
     yield _one("later_epoch", "SESSION_UNKNOWN", lambda f: setattr(f, "route_epoch", 6))
+
+
+def _reserved_tensor(
+    name: str, dtype: boundary_pb2.DType, shape: list[int]
+) -> boundary_pb2.TensorHeader:
+    return boundary_pb2.TensorHeader(
+        name=name,
+        dtype=dtype,
+        byte_order=boundary_pb2.BYTE_ORDER_LITTLE_ENDIAN,
+        compression=boundary_pb2.COMPRESSION_NONE,
+        shape=shape,
+        byte_length=4 * math.prod(shape),
+    )
+
+
+def _changed_deepseek4() -> Iterator[Malformed]:
+    """Frames for a stage of DeepSeek V4, whose residual has an axis for its streams."""
+    step = _streams(_step(2, 32, 14), 4)
+    receiver = _receiver(step)
+
+    def changed(name: str, reason: str, change: Change) -> Malformed:
+        (frame,) = encode_step(step, receiver.schema, receiver.limits)
+        change(frame)
+        return Malformed(f"deepseek4_{name}", reason, [frame.SerializeToString()], False, receiver)
+
+    def shaped(name: str, index: int, shape: list[int]) -> Malformed:
+        def change(frame: frame_pb2.Frame) -> None:
+            frame.tensors[index].shape[:] = shape
+
+        return changed(name, "SHAPE_MISMATCH", change)
+
+    yield shaped("streams_flattened", 0, [2, 32])
+    yield shaped("streams_transposed", 0, [2, 8, 4])
+    yield shaped("other_streams", 0, [2, 2, 16])
+    yield shaped("fewer_token_ids", 2, [1])
+    yield changed("no_token_ids", "TENSOR_MISSING", lambda f: f.tensors.pop())
+    mtp = _reserved_tensor("mtp.hidden", boundary_pb2.DTYPE_F32, [2, 4, 8])
+    yield changed("mtp_hidden", "TENSOR_UNEXPECTED", lambda f: f.tensors.append(mtp))
+    schema = "BOUNDARY_SCHEMA_MISMATCH"
+    yield changed("dense_schema", schema, lambda f: setattr(f, "boundary_schema", "dense.residual"))
+    yield changed("later_version", schema, lambda f: setattr(f, "boundary_version", 2))
+    yield changed(
+        "architecture_state",
+        "RESERVED_FIELD_SET",
+        lambda f: setattr(f.reserved_state, "architecture_state", b"\x01"),
+    )
 
 
 def _changed_headers() -> Iterator[Malformed]:
@@ -483,21 +571,14 @@ def _changed_tensors() -> Iterator[Malformed]:
         "one_tensor_more", "TENSOR_UNEXPECTED", lambda f: f.tensors.add(name="recurrent_state")
     )
     # Reserved for multi-token prediction (docs/deepseek-v4-mtp.md); no schema has them.
-    for name, dtype, shape in (
-        ("mtp.hidden", boundary_pb2.DTYPE_F32, [1, 4, 2]),
-        ("mtp.draft_token_ids", boundary_pb2.DTYPE_I32, [1]),
+    for header in (
+        _reserved_tensor("mtp.hidden", boundary_pb2.DTYPE_F32, [1, 4, 2]),
+        _reserved_tensor("mtp.draft_token_ids", boundary_pb2.DTYPE_I32, [1]),
     ):
         yield _one(
-            f"reserved_{name.replace('.', '_')}",
+            f"reserved_{header.name.replace('.', '_')}",
             "TENSOR_UNEXPECTED",
-            lambda f, name=name, dtype=dtype, shape=shape: f.tensors.add(  # type: ignore[misc]
-                name=name,
-                dtype=dtype,
-                byte_order=boundary_pb2.BYTE_ORDER_LITTLE_ENDIAN,
-                compression=boundary_pb2.COMPRESSION_NONE,
-                shape=shape,
-                byte_length=4 * math.prod(shape),
-            ),
+            lambda f, header=header: f.tensors.append(header),  # type: ignore[misc]
         )
     enum = "UNKNOWN_ENUM_VALUE"
     yield tensor("dtype_unspecified", enum, 0, dtype=0)

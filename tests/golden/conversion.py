@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from meshnet_gguf.protocol import FrameExpectation, Limits, WireStep, dense_residual_schema
+from meshnet_gguf.protocol import (
+    BoundarySchema,
+    FrameExpectation,
+    Limits,
+    WireStep,
+    dense_residual_schema,
+    hyper_connection_schema,
+)
 
 from tests.golden import golden_pb2
 
@@ -16,7 +23,7 @@ def expectation_from(message: golden_pb2.Expectation) -> FrameExpectation:
         work_id=message.work_id,
         route_session_id=bytes.fromhex(message.route_session_id),
         route_epoch=message.route_epoch,
-        schema=dense_residual_schema(message.n_embd),
+        schema=_schema_from(message),
         applied_end=message.applied_end,
         vocabulary_size=message.vocabulary_size,
         context_tokens=message.context_tokens,
@@ -24,13 +31,21 @@ def expectation_from(message: golden_pb2.Expectation) -> FrameExpectation:
     )
 
 
+def _schema_from(message: golden_pb2.Expectation) -> BoundarySchema:
+    if message.streams:
+        return hyper_connection_schema(message.streams, message.n_embd)
+    return dense_residual_schema(message.n_embd)
+
+
 def expectation_to(expectation: FrameExpectation) -> golden_pb2.Expectation:
     """A receiver's requirements as a golden message."""
+    *streams, n_embd = expectation.schema.tensors[0].shape[1:]
     message = golden_pb2.Expectation(
         work_id=expectation.work_id,
         route_session_id=expectation.route_session_id.hex(),
         route_epoch=expectation.route_epoch,
-        n_embd=expectation.schema.tensors[0].shape[1],
+        n_embd=n_embd,
+        streams=streams[0] if streams else 0,
         applied_end=expectation.applied_end,
         vocabulary_size=expectation.vocabulary_size,
         context_tokens=expectation.context_tokens,
@@ -43,7 +58,7 @@ def expectation_to(expectation: FrameExpectation) -> golden_pb2.Expectation:
     return message
 
 
-def step_from(message: golden_pb2.Step) -> WireStep:
+def step_from(message: golden_pb2.Step, schema: BoundarySchema) -> WireStep:
     """A step, read from a golden message."""
     token_ids = np.array(message.token_ids, np.int32)
     residual = np.frombuffer(bytes.fromhex(message.residual), "<f4")
@@ -56,7 +71,7 @@ def step_from(message: golden_pb2.Step) -> WireStep:
         applied_end=message.applied_end,
         start_position=message.start_position,
         token_ids=token_ids,
-        residual=residual.reshape(token_ids.size, -1).astype(np.float32, copy=False),
+        residual=residual.reshape(schema.tensors[0].shape).astype(np.float32, copy=False),
         output_rows=message.output_rows,
         sampling=message.sampling if message.HasField("sampling") else None,
         return_logits=message.return_logits,

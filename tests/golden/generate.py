@@ -58,6 +58,7 @@ def malformed_frames_text() -> str:
             frames=[frame.hex() for frame in case.frames],
             finish=case.finish,
             reason=case.reason,
+            expectation=None if case.receiver is None else expectation_to(case.receiver),
         )
     return _NOTICE + text_format.MessageToString(message)
 

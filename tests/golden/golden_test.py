@@ -7,7 +7,12 @@ import pathlib
 import pytest
 from google.protobuf import text_format
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.protocol import FrameAssembler, encode_step, parse_message
+from meshnet_gguf.protocol import (
+    FrameAssembler,
+    FrameExpectation,
+    encode_step,
+    parse_message,
+)
 
 from proto.meshnet.shard.v1 import errors_pb2, frame_pb2
 from tests.golden import generate, golden_pb2
@@ -34,7 +39,8 @@ def test_generator_writes_the_committed_files() -> None:
 @pytest.mark.parametrize("case", _GOOD.steps, ids=lambda case: case.name)
 def test_steps_are_encoded_byte_for_byte(case: golden_pb2.EncodedStep) -> None:
     expectation = expectation_from(case.expectation)
-    frames = encode_step(step_from(case.step), expectation.schema, expectation.limits)
+    step = step_from(case.step, expectation.schema)
+    frames = encode_step(step, expectation.schema, expectation.limits)
     assert [frame.SerializeToString().hex() for frame in frames] == list(case.frames)
 
 
@@ -54,11 +60,15 @@ def test_frames_give_the_step_back(case: golden_pb2.EncodedStep) -> None:
     assembler.finish()
 
 
+def receiver_of(case: golden_pb2.MalformedCase) -> FrameExpectation:
+    return expectation_from(case.expectation) if case.HasField("expectation") else _EXPECTATION
+
+
 def refusal_of(assembler: FrameAssembler, case: golden_pb2.MalformedCase) -> MeshnetError:
     """Feeds a case's frames; every one but the last must be accepted."""
 
     def feed(data: str) -> None:
-        limit = _EXPECTATION.limits.max_frame_bytes
+        limit = receiver_of(case).limits.max_frame_bytes
         assembler.add(parse_message(bytes.fromhex(data), limit, frame_pb2.Frame))
 
     *good, last = case.frames
@@ -76,7 +86,7 @@ def refusal_of(assembler: FrameAssembler, case: golden_pb2.MalformedCase) -> Mes
 
 @pytest.mark.parametrize("case", _MALFORMED.cases, ids=lambda case: case.name)
 def test_malformed_frames_are_refused_for_their_reason(case: golden_pb2.MalformedCase) -> None:
-    assembler = FrameAssembler(_EXPECTATION)
+    assembler = FrameAssembler(receiver_of(case))
     error = refusal_of(assembler, case)
     assert error.reason_name == case.reason, error.message
     assert error.message

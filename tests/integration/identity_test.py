@@ -57,6 +57,16 @@ async def test_the_client_refuses_workers_of_two_kinds(flag: str, reason: int, s
         assert said in error.message
 
 
+async def test_asking_for_multi_token_prediction_is_refused_by_name() -> None:
+    async with fake_cluster((4,)) as fake:
+        with pytest.raises(MeshnetError) as caught:
+            async with fake.route.session(mtp=True):
+                pytest.fail("a session with MTP opened")
+        assert caught.value.reason == errors_pb2.REASON_FEATURE_UNSUPPORTED
+        assert "multi-token prediction (MTP) is reserved" in caught.value.message
+        await fake.wait_idle()
+
+
 @pytest.mark.parametrize(("begin", "said"), [(5, "nobody has [4, 5)"), (3, "both have [3, 4)")])
 async def test_the_client_refuses_gaps_and_overlaps(begin: int, said: str) -> None:
     async with workers(other(LayerRange(0, 4)), other(LayerRange(begin, 8))) as cluster:

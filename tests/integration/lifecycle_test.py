@@ -133,6 +133,7 @@ async def test_every_stage_serves_its_vocabulary() -> None:
         (("--layers=3:3",), errors_pb2.REASON_CONFIGURATION_INVALID, 2),
         (("--engine=gpu",), errors_pb2.REASON_CONFIGURATION_INVALID, 2),
         (("--batch_policy=some",), errors_pb2.REASON_CONFIGURATION_INVALID, 2),
+        (("--mtp=on",), errors_pb2.REASON_FEATURE_UNSUPPORTED, 2),
         (("--max_frame_bytes=100",), errors_pb2.REASON_CONFIGURATION_INVALID, 2),
         (("--listen=0.0.0.0:0",), errors_pb2.REASON_INSECURE_TRANSPORT, 2),
         (("--recipe_fingerprint=" + "0" * 64,), errors_pb2.REASON_RECIPE_MISMATCH, 5),

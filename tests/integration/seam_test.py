@@ -240,7 +240,11 @@ async def test_cancelled_steps_are_not_run() -> None:
         ),
         (frame(1, 0, boundary_version=2), errors_pb2.REASON_BOUNDARY_SCHEMA_MISMATCH),
         (
-            frame(1, 0, reserved_state=frame_pb2.ReservedState(mtp=b"x")),
+            frame(
+                1,
+                0,
+                reserved_state=frame_pb2.ReservedState(mtp=frame_pb2.MtpBoundary(draft_position=1)),
+            ),
             errors_pb2.REASON_RESERVED_FIELD_SET,
         ),
         (frame(1, 0, fragment=fragment(b"\0" * 71)), errors_pb2.REASON_FRAGMENT_SIZE_MISMATCH),

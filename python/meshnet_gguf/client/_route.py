@@ -62,12 +62,21 @@ def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
     """The order in which workers (endpoint, capability) form a route: indexes by layer.
 
     Raises MeshnetError, naming both sides: ARTIFACT_MISMATCH, RECIPE_MISMATCH (with the lines that
-    differ), BOUNDARY_SCHEMA_MISMATCH, ROUTE_INVALID (gaps, overlaps, layers that nobody has).
+    differ), BOUNDARY_SCHEMA_MISMATCH, ROUTE_INVALID (gaps, overlaps, layers that nobody has),
+    FEATURE_UNSUPPORTED for a recipe with multi-token prediction.
     """
     if not stages:
         raise MeshnetError(
             errors_pb2.REASON_ROUTE_INVALID, "expected at least one worker, got none"
         )
+    for endpoint, capability in stages:
+        mtp = capability.recipe.get("mtp", "off")
+        if mtp != "off":
+            raise MeshnetError(
+                errors_pb2.REASON_FEATURE_UNSUPPORTED,
+                f"expected no multi-token prediction (MTP), {endpoint} has a recipe with "
+                f"mtp={mtp}; it is reserved for a later version: run workers with mtp=off",
+            )
     first_endpoint, first = stages[0]
     for endpoint, capability in stages[1:]:
         if capability.artifact_sha256 != first.artifact_sha256:
@@ -197,12 +206,14 @@ class Route:
         limits: Limits | None = None,
         idle_ttl: float | None = None,
         deadline: float | None = None,
+        mtp: bool = False,
         open_timeout: float = 10.0,
     ) -> Session:
         """A session on this route, opened by `async with`.
 
         Times are seconds. Without `route_session_id` (16 bytes) a random one is taken. `limits`
-        default to the head's own offer. `idle_ttl` and `deadline` as in OpenSession.
+        default to the head's own offer. `idle_ttl`, `deadline` and `mtp` (which every worker of
+        this version refuses with FEATURE_UNSUPPORTED) as in OpenSession.
         """
         session_id = route_session_id if route_session_id is not None else os.urandom(16)
         message = shard_pb2.OpenSession(
@@ -212,6 +223,7 @@ class Route:
             limits=(limits or self.capabilities[0].limits).to_proto(),
             idle_ttl_ms=_milliseconds(idle_ttl),
             deadline_ms=_milliseconds(deadline),
+            mtp=mtp,
         )
         return Session(self.head, message, open_timeout=open_timeout)
 

@@ -23,6 +23,7 @@ from meshnet_gguf.protocol._values import (
     TensorSpec,
     WireStep,
     dense_residual_schema,
+    hyper_connection_schema,
     validate_work_id,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "canonical_sampling",
     "dense_residual_schema",
     "encode_step",
+    "hyper_connection_schema",
     "parse_message",
     "recipe_fingerprint",
     "scan_message",

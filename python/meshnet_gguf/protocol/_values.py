@@ -21,6 +21,7 @@ __all__ = [
     "TensorSpec",
     "WireStep",
     "dense_residual_schema",
+    "hyper_connection_schema",
     "validate_work_id",
 ]
 
@@ -77,11 +78,20 @@ class BoundarySchema:
 
 def dense_residual_schema(n_embd: int) -> BoundarySchema:
     """The boundary of dense models: residual f32 [n, n_embd], positions and token ids i32 [n]."""
+    return _schema("dense.residual", (-1, n_embd))
+
+
+def hyper_connection_schema(streams: int, n_embd: int) -> BoundarySchema:
+    """The boundary of DeepSeek V4: residual f32 [n, streams, n_embd], the rest as for dense."""
+    return _schema("deepseek4.mhc", (-1, streams, n_embd))
+
+
+def _schema(name: str, residual: tuple[int, ...]) -> BoundarySchema:
     return BoundarySchema(
-        "dense.residual",
+        name,
         1,
         (
-            TensorSpec("residual", boundary_pb2.DTYPE_F32, (-1, n_embd)),
+            TensorSpec("residual", boundary_pb2.DTYPE_F32, residual),
             TensorSpec("positions", boundary_pb2.DTYPE_I32, (-1,)),
             TensorSpec("token_ids", boundary_pb2.DTYPE_I32, (-1,)),
         ),

@@ -136,3 +136,12 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
     with pytest.raises(MeshnetError, match=r"worker 127\.0\.0\.1:1:") as caught:
         await open_real_route(["127.0.0.1:1"])
     assert caught.value.reason == errors_pb2.REASON_PEER_UNREACHABLE
+
+
+def test_a_recipe_with_multi_token_prediction_is_refused_by_name() -> None:
+    error = refusal(
+        capability(LayerRange(0, 2), recipe={"mtp": "off"}),
+        capability(LayerRange(2, 4), recipe={"mtp": "draft/1"}),
+    )
+    assert error.reason == errors_pb2.REASON_FEATURE_UNSUPPORTED
+    assert "worker-1 has a recipe with mtp=draft/1" in error.message
