@@ -29,8 +29,9 @@ constexpr uint32_t kChunk = 16;
 // A frame's fields beside its payload, generously.
 constexpr size_t kEnvelope = 640;
 
-LlamaEngineOptions OptionsFor(LayerRange range) {
+LlamaEngineOptions OptionsFor(LayerRange range, uint32_t rollback) {
   LlamaEngineOptions options;
+  options.rollback_tokens = rollback;
   options.model_path = std::getenv("DEEPSEEK4_MODEL");
   options.range = range;
   options.max_sessions = 2;
@@ -40,8 +41,8 @@ LlamaEngineOptions OptionsFor(LayerRange range) {
   return options;
 }
 
-std::unique_ptr<ShardEngine> Load(LayerRange range) {
-  auto engine = LoadLlamaEngine(OptionsFor(range));
+std::unique_ptr<ShardEngine> Load(LayerRange range, uint32_t rollback = 64) {
+  auto engine = LoadLlamaEngine(OptionsFor(range, rollback));
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? *std::move(engine) : nullptr;
 }
@@ -155,6 +156,86 @@ TEST(DeepSeek4SeamTest, NothingButTheBoundaryCrosses) {
   EXPECT_GT(kinds[v1::SeamMessage::kFrame], 0);
 }
 
+class CancelTest : public testing::Test {
+ protected:
+  explicit CancelTest(uint32_t rollback = 128) : cluster_(MakeMemoryCluster({})) {
+    for (const LayerRange& range : std::vector<LayerRange>{{0, 2}, {2, 5}, {5, 8}}) {
+      WorkerSpec spec;
+      spec.range = range;
+      spec.make_engine = [range, rollback] { return Load(range, rollback); };
+      endpoints_.push_back(cluster_->Add(spec));
+    }
+  }
+
+  uint64_t Computed(const std::string& endpoint) {
+    return cluster_->worker(endpoint).GetMetrics().prefill_tokens();
+  }
+
+  // Cancels generation `number` when the last stage has computed one chunk of the prompt's six and
+  // the first one four.
+  v1::GenerationFinished CancelledInPrefill(TestClient* client, uint64_t number) {
+    const uint64_t head = Computed(endpoints_[0]);
+    const uint64_t tail = Computed(endpoints_[2]);
+    client->Generate(number, prompt_, 8);
+    EXPECT_TRUE(cluster_->WaitUntil([&] { return Computed(endpoints_[2]) > tail; }));
+    cluster_->PauseEngine(endpoints_[2], true);
+    EXPECT_TRUE(cluster_->WaitUntil([&] { return Computed(endpoints_[0]) >= head + 4 * kChunk; }));
+    EXPECT_EQ(Computed(endpoints_[2]), tail + kChunk);
+    client->CancelGeneration(number);
+    EXPECT_TRUE(client->WaitFinished(number));
+    cluster_->PauseEngine(endpoints_[2], false);
+    EXPECT_EQ(client->finished(number)->reason(), v1::FINISH_REASON_CANCELLED);
+    return *client->finished(number);
+  }
+
+  std::vector<int32_t> Expected(const std::vector<int32_t>& prompt, size_t count) {
+    EngineChain whole;
+    whole.push_back(Load({0, 0}));
+    return meshnet::Generate(whole, Key('w'), prompt, kChunk, count);
+  }
+
+  const std::unique_ptr<TestCluster> cluster_;
+  std::vector<std::string> endpoints_;
+  const std::vector<int32_t> prompt_ = RandomTokens(512, 6 * kChunk, 3);
+};
+
+// Every stage goes back to where the last one has come to.
+TEST_F(CancelTest, ASessionGoesOnFromWhatAllStagesHold) {
+  TestClient client(cluster_.get(), endpoints_);
+  ASSERT_TRUE(client.Opened());
+  ASSERT_EQ(CancelledInPrefill(&client, 1).cached_tokens(), kChunk);
+  client.Generate(2, {prompt_.begin() + kChunk, prompt_.end()}, 8, kChunk);
+  ASSERT_TRUE(client.WaitFinished(2));
+  EXPECT_EQ(client.tokens(2), Expected(prompt_, 8));
+  EXPECT_TRUE(client.Close());
+}
+
+class CancelBeyondRollbackTest : public CancelTest {
+ protected:
+  CancelBeyondRollbackTest() : CancelTest(8) {}
+};
+
+// The first stage's rings have lost what it would need: the session says that it holds nothing, and
+// prefills from the start.
+TEST_F(CancelBeyondRollbackTest, ASessionBeginsAgain) {
+  TestClient client(cluster_.get(), endpoints_);
+  ASSERT_TRUE(client.Opened());
+  for (const uint64_t generation : {1, 3}) {
+    ASSERT_EQ(CancelledInPrefill(&client, generation).cached_tokens(), 0u);
+    client.Generate(generation + 1, prompt_, 8);
+    ASSERT_TRUE(client.WaitFinished(generation + 1));
+    EXPECT_EQ(client.tokens(generation + 1), Expected(prompt_, 8));
+  }
+  // Going back further than that is refused, and the session lives.
+  client.Generate(5, {1, 2}, 4, 50);
+  ASSERT_TRUE(client.WaitError(5));
+  EXPECT_EQ(client.error(5)->reason(), v1::REASON_CACHE_MISS);
+  const uint32_t held = client.finished(4)->cached_tokens();
+  client.Generate(6, {1}, 4, held - 8);
+  ASSERT_TRUE(client.WaitFinished(6));
+  EXPECT_TRUE(client.Close());
+}
+
 // What does not fit the boundary is refused by name, before any layer runs.
 TEST(DeepSeek4SeamTest, OtherBoundariesAreRefusedBeforeExecution) {
   const auto cluster = MakeMemoryCluster({});
@@ -206,7 +287,7 @@ TEST(DeepSeek4SeamTest, OtherBoundariesAreRefusedBeforeExecution) {
               }),
               v1::REASON_TENSOR_UNEXPECTED);
   }
-  EXPECT_EQ(changed([](auto* f) { f->mutable_reserved_state()->set_mtp("x"); }),
+  EXPECT_EQ(changed([](auto* f) { f->mutable_reserved_state()->mutable_mtp()->mutable_hidden(); }),
             v1::REASON_RESERVED_FIELD_SET);
   EXPECT_EQ(changed([](auto* f) { f->mutable_reserved_state()->set_architecture_state("x"); }),
             v1::REASON_RESERVED_FIELD_SET);

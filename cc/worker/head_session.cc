@@ -122,6 +122,17 @@ void HeadSession::OnRequest(const v1::SessionRequest& request, const absl::Statu
       "after `opened`"));
 }
 
+absl::Status HeadSession::CheckRollback(uint32_t position) const {
+  const std::optional<uint32_t>& rollback = core_->capability().rollback_tokens;
+  if (!rollback.has_value() || position == 0 || uint64_t{position} + *rollback >= written_) {
+    return absl::OkStatus();
+  }
+  return MakeError(
+      v1::REASON_CACHE_MISS,
+      absl::StrCat("the session wrote up to position ", written_, " and can go back by at most ",
+                   *rollback, " tokens, not to ", position, "; generate from start_position 0"));
+}
+
 absl::Status HeadSession::CheckGenerate(const v1::Generate& request,
                                         SamplingParams* sampling) const {
   const uint32_t vocabulary_size = core_->capability().vocabulary_size;
@@ -153,6 +164,7 @@ absl::Status HeadSession::CheckGenerate(const v1::Generate& request,
         absl::StrCat("expected start_position <= ", cached_,
                      ", the tokens that this session holds, got ", request.start_position()));
   }
+  if (absl::Status status = CheckRollback(request.start_position()); !status.ok()) return status;
   if (request.max_tokens() == 0) {
     return MakeError(v1::REASON_FIELD_OUT_OF_BOUNDS, "expected max_tokens >= 1, got 0");
   }
@@ -247,7 +259,7 @@ void HeadSession::Refill() {
   wire.work_id = open_.work_id();
   wire.session = key_;
   wire.step = ++last_step_;
-  outstanding_.push_back({wire.step,
+  outstanding_.push_back({wire.step, wire.start_position,
                           wire.start_position + static_cast<uint32_t>(wire.token_ids.size()),
                           wire.phase == Phase::kPrefill, wire.output_rows == OutputRows::kLast});
   queue_.push_back(std::move(step));
@@ -275,6 +287,12 @@ void HeadSession::OnReturnEvent(const v1::ReturnEvent& event, uint64_t bytes) {
     case v1::ReturnEvent::kResult: {
       if (state_ == State::kOpening) break;
       const v1::StepResult& result = event.result();
+      if (result.has_mtp()) {
+        return End(MakeError(v1::REASON_RESERVED_FIELD_SET,
+                             "expected mtp to be absent from a result; multi-token prediction "
+                             "belongs to a later version"),
+                   LastHop().range());
+      }
       std::optional<SampledToken> token;
       if (result.tokens_size() == 1) {
         const auto parsed = FromProto(result.tokens(0), vocabulary_size);
@@ -348,6 +366,8 @@ void HeadSession::OnResult(uint64_t step, uint32_t cached_tokens,
         LastHop().range());
   }
   cached_ = done.end_position;
+  // A step from 0 has come through all stages: none holds anything older.
+  written_ = done.start_position == 0 ? done.end_position : std::max(written_, done.end_position);
   if (done.prefill) {
     v1::SessionEvent event;
     event.mutable_prefill()->set_generation(generation_->number);
@@ -407,9 +427,15 @@ void HeadSession::FinishGeneration(v1::FinishReason reason) {
 }
 
 void HeadSession::StopGeneration() {
+  // What is neither done nor still in the queue has been computed here, and perhaps further on.
+  for (size_t i = 0; i + queue_.size() < outstanding_.size(); ++i) {
+    written_ = std::max(written_, outstanding_[i].end_position);
+  }
   // Steps that were never sent are cancelled with the rest, so that the numbers stay in one row.
   CancelSteps(last_step_);
   outstanding_.clear();
+  // Stages have come to different positions. All of them can go on from here, or from 0.
+  if (!CheckRollback(cached_).ok()) cached_ = 0;
   FinishGeneration(v1::FINISH_REASON_CANCELLED);
 }
 

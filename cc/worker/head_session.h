@@ -66,12 +66,15 @@ class HeadSession : public Session {
   // A step whose result has not come back.
   struct Outstanding {
     uint64_t step = 0;
+    uint32_t start_position = 0;
     uint32_t end_position = 0;
     bool prefill = false;
     bool sampled = false;
   };
 
   void Opened();
+  // CACHE_MISS when some stage's state cannot go back to `position`.
+  absl::Status CheckRollback(uint32_t position) const;
   // Why `request` cannot start, or OK.
   absl::Status CheckGenerate(const v1::Generate& request, SamplingParams* sampling) const;
   void OnGenerate(const v1::Generate& request, const absl::Status& grammar);
@@ -87,6 +90,9 @@ class HeadSession : public Session {
   uint64_t last_generation_ = 0;
   // Tokens that every stage holds for certain.
   uint32_t cached_ = 0;
+  // The furthest that any stage wrote since all of them last began at 0. This stage is the one that
+  // gets furthest.
+  uint32_t written_ = 0;
   std::optional<Generation> generation_;
   std::deque<Outstanding> outstanding_;
   bool drain_after_generation_ = false;
