@@ -30,7 +30,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
@@ -55,6 +54,7 @@ from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores,
 from meshnet_gguf.local_mesh import LocalMesh
 from meshnet_gguf.logged_process import PythonProgram
 from meshnet_gguf.models import fetch_model
+from meshnet_gguf.parity import max_logit_difference
 from meshnet_gguf.route_source import Outcome, TrackerRouteSource
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
@@ -326,24 +326,6 @@ async def _stream(
             if isinstance(event, Finished):
                 return generation.summary(event, "".join(text))
     raise AssertionError("a generation ends with Finished or an error")
-
-
-def max_logit_difference(left: Sequence[bytes], right: Sequence[bytes]) -> float:
-    """The largest absolute difference between two lists of float32 rows.
-
-    Infinite when they differ in shape or in where they are not finite.
-    """
-    if len(left) != len(right):
-        return float("inf")
-    worst = 0.0
-    for left_row, right_row in zip(left, right, strict=True):
-        a, b = np.frombuffer(left_row, "<f4"), np.frombuffer(right_row, "<f4")
-        if a.shape != b.shape:
-            return float("inf")
-        if not np.array_equal(a, b):
-            difference = float(np.max(np.abs(a.astype(np.float64) - b)))
-            worst = max(worst, difference if np.isfinite(difference) else float("inf"))
-    return worst
 
 
 def _stages(

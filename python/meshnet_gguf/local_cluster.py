@@ -11,7 +11,6 @@ Every worker listens on a loopback port that the kernel picks, and writes its lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import pathlib
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING
 from meshnet_gguf.client import LayerRange, TlsCredentials, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.logged_process import LoggedProcess, start_logged
+from meshnet_gguf.machine import cores
 from proto.meshnet.shard.v1 import errors_pb2
 
 if TYPE_CHECKING:
@@ -87,13 +87,8 @@ def share_of_cores(workers: int) -> int:
     """Compute threads for each of `workers` that run on this machine at once, at least 1.
 
     More threads than cores would wait for each other at every step, in the middle of computing.
-    Counts the cores that this process may use, and no more than a container's quota of them.
     """
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
-        cores = min(cores, max(1, int(quota) // int(period)))  # "max": no quota
-    return max(1, cores // workers)
+    return max(1, cores() // workers)
 
 
 @dataclass(frozen=True)

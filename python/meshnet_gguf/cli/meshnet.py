@@ -49,6 +49,10 @@ COMMANDS = {
         "meshnet_gguf.cli.contract",
         "check, lock and sign performance contracts, and hold results against them",
     ),
+    "evidence": (
+        "meshnet_gguf.cli.evidence",
+        "run a model over workers and whole, and record what the run is evidence of",
+    ),
     "inspect": (
         "meshnet_gguf.cli.inspect",
         "show what a model consists of and where it may be cut",

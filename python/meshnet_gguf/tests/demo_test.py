@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import json
-import struct
 
 import pytest
 import rich.console
@@ -10,7 +9,6 @@ from meshnet_gguf import demo
 from meshnet_gguf.demo import (
     DemoResult,
     StageResult,
-    max_logit_difference,
     parse_flags,
     print_table,
 )
@@ -44,33 +42,6 @@ RESULT = DemoResult(
     decode_tokens_per_s=61.2,
     stages=(STAGE, dataclasses.replace(STAGE, stage=1, layers=(15, 30), seam_bytes_sent=0)),
 )
-
-
-def row(*values: float) -> bytes:
-    return struct.pack(f"<{len(values)}f", *values)
-
-
-def test_logits_are_compared_exactly() -> None:
-    assert max_logit_difference([row(1, 2), row(3, -4)], [row(1, 2), row(3, -4)]) == 0
-    assert max_logit_difference([row(1, 2), row(3, -4)], [row(1, 2), row(3, -3.5)]) == 0.5
-    assert max_logit_difference([row(1)], [row(1 + 2**-23)]) == 2**-23
-    assert max_logit_difference([], []) == 0
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ([row(1)], []),
-        ([row(1, 2)], [row(1)]),
-        ([row(float("nan"))], [row(1)]),
-        ([row(float("nan"))], [row(float("nan"))]),
-        ([row(float("inf"))], [row(1)]),
-    ],
-)
-def test_logits_that_cannot_be_compared_are_infinitely_apart(
-    left: list[bytes], right: list[bytes]
-) -> None:
-    assert max_logit_difference(left, right) == float("inf")
 
 
 def test_the_table_names_every_stage_and_the_verdict() -> None:

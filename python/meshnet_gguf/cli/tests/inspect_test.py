@@ -37,7 +37,7 @@ def test_help_lists_commands_and_each_has_an_example() -> None:
     ("arguments", "message"),
     [
         ((), "Commands:"),
-        (("explode",), "expected a command of inspect"),
+        (("explode",), "expected a command of "),
         (("inspect",), "expected one GGUF file, got 0"),
         (("inspect", "a", "b"), "expected one GGUF file, got 2"),
         (("inspect", TINY, "--nonsense"), "Unknown command line flag 'nonsense'"),
