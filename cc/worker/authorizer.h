@@ -3,6 +3,9 @@
 #ifndef MESHNET_CC_WORKER_AUTHORIZER_H_
 #define MESHNET_CC_WORKER_AUTHORIZER_H_
 
+#include <cstdint>
+#include <optional>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "cc/shard_engine/shard_engine.h"
@@ -15,15 +18,20 @@ class Authorizer {
   virtual ~Authorizer() = default;
 
   // Asked before a session, seam or return stream is opened and before a session is cancelled or
-  // released by key. `action` is the RPC's name. Called from any thread; must not block.
-  // UNAUTHENTICATED to refuse.
+  // released by key. `action` is the RPC's name, `hop` this worker's place in the route where the
+  // call names one. Called from any thread; must not block. UNAUTHENTICATED or one of the TOKEN_
+  // reasons to refuse.
   virtual absl::Status Authorize(absl::string_view action, const PeerInfo& peer,
-                                 const SessionKey& session) = 0;
+                                 const SessionKey& session, std::optional<uint32_t> hop) = 0;
+
+  // A session that was let in has ended at this worker.
+  virtual void OnSessionEnded(const SessionKey&) {}
 };
 
 class AllowAll : public Authorizer {
  public:
-  absl::Status Authorize(absl::string_view, const PeerInfo&, const SessionKey&) override {
+  absl::Status Authorize(absl::string_view, const PeerInfo&, const SessionKey&,
+                         std::optional<uint32_t>) override {
     return absl::OkStatus();
   }
 };

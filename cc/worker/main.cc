@@ -46,6 +46,7 @@
 #include "cc/worker/identity.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/relay_transport.h"
+#include "cc/worker/route_token.h"
 #include "cc/worker/shard_server.h"
 #include "cc/worker/worker.h"
 #include "google/protobuf/stubs/common.h"
@@ -91,6 +92,10 @@ ABSL_FLAG(std::vector<std::string>, relay, {},
 ABSL_FLAG(std::string, relay_peer_id, "",
           "This worker's name at relays, for being called and for calling; with TLS a name of its "
           "certificate.");
+ABSL_FLAG(std::string, route_token_keys, "",
+          "PEM file with the public keys of trackers: serve only who has a route token of one.");
+ABSL_FLAG(std::string, worker_id, "",
+          "This worker's name at the tracker, which route tokens are issued for.");
 ABSL_FLAG(bool, insecure, false, "Allow plaintext beyond loopback. Only in a trusted network.");
 ABSL_FLAG(bool, die_with_parent, false, "Shut down when the parent process dies.");
 ABSL_FLAG(int32_t, parent_pid, 0,
@@ -328,6 +333,25 @@ absl::StatusOr<WorkerOptions> WorkerOptionsFromFlags() {
   return options;
 }
 
+// Who decides whom to serve.
+absl::StatusOr<std::unique_ptr<Authorizer>> AuthorizerFromFlags() {
+  const std::string path = absl::GetFlag(FLAGS_route_token_keys);
+  const std::string worker_id = absl::GetFlag(FLAGS_worker_id);
+  if (path.empty()) return std::unique_ptr<Authorizer>(std::make_unique<AllowAll>());
+  if (worker_id.empty()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     "expected --worker_id with --route_token_keys: tokens are issued for it");
+  }
+  const auto pem = ReadPem("route_token_keys", path, "PUBLIC KEY");
+  if (!pem.ok()) return pem.status();
+  auto tokens = RouteTokens::Make(*pem, worker_id);
+  if (!tokens.ok()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     absl::StrCat("--route_token_keys: ", tokens.status().message()));
+  }
+  return std::unique_ptr<Authorizer>(*std::move(tokens));
+}
+
 absl::Status WritePortFile(const std::string& path, int port) {
   // Whoever waits for the file must never read half of it.
   const std::string part = path + ".part";
@@ -391,12 +415,14 @@ bool WaitReadable(int fd, absl::Time deadline) {
 class Process {
  public:
   Process(int signal_fd, const ShardServerOptions& server_options,
-          const WorkerOptions& worker_options, std::vector<RelayListenerOptions> relays)
+          const WorkerOptions& worker_options, std::vector<RelayListenerOptions> relays,
+          std::unique_ptr<Authorizer> authorizer)
       : signal_fd_(signal_fd),
         loaded_fd_(eventfd(0, EFD_CLOEXEC)),
+        authorizer_(std::move(authorizer)),
         grpc_(MakeGrpcDialer(server_options.transport)),
         dialer_(grpc_.get(), grpc_.get(), absl::GetFlag(FLAGS_relay_peer_id)),
-        worker_(worker_options, &dialer_, &authorizer_, &logger_),
+        worker_(worker_options, &dialer_, authorizer_.get(), &logger_),
         server_options_(server_options),
         relays_(std::move(relays)) {}
 
@@ -502,7 +528,7 @@ class Process {
   const int signal_fd_;
   const int loaded_fd_;
   Logger logger_;
-  AllowAll authorizer_;
+  const std::unique_ptr<Authorizer> authorizer_;
   const std::unique_ptr<GrpcDialer> grpc_;
   RelayDialer dialer_;
   Worker worker_;
@@ -575,6 +601,8 @@ int Main() {
   if (!worker_options.ok()) return refuse(worker_options.status());
   const auto relays = RelayOptionsFromFlags(server_options->transport);
   if (!relays.ok()) return refuse(relays.status());
+  auto authorizer = AuthorizerFromFlags();
+  if (!authorizer.ok()) return refuse(authorizer.status());
   if (absl::GetFlag(FLAGS_die_with_parent)) {
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     const int32_t parent = absl::GetFlag(FLAGS_parent_pid);
@@ -583,7 +611,8 @@ int Main() {
       return kExitOk;
     }
   }
-  return Process(signal_fd, *server_options, *worker_options, *relays).Run();
+  return Process(signal_fd, *server_options, *worker_options, *relays, *std::move(authorizer))
+      .Run();
 }
 
 }  // namespace

@@ -624,6 +624,7 @@ void Session::Detach(const absl::Status& status) {
   downstream_.reset();
   return_.reset();
   core_->sessions.erase(self);
+  core_->authorizer->OnSessionEnded(key_);
 
   const v1::Reason reason = ReasonOf(status);
   Counters& counters = core_->counters;

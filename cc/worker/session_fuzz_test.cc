@@ -601,10 +601,10 @@ std::map<std::string, Kind> SessionFuzzTest::Kinds() const {
     message.mutable_open()->set_hop_index(static_cast<uint32_t>(rng->Between(2, ~uint32_t{0})));
     return One(v1::REASON_ROUTE_INVALID, message);
   });
-  add("new_seam/hop_of_another", Target::kNewSeam, [=](Rng*) {
+  add("new_seam/hop_of_the_head", Target::kNewSeam, [=](Rng*) {
     v1::SeamMessage message = new_seam;
     message.mutable_open()->set_hop_index(0);
-    return One(v1::REASON_RANGE_MISMATCH, message);
+    return One(v1::REASON_ROUTE_INVALID, message);
   });
   add("new_seam/nothing", Target::kNewSeam,
       [](Rng*) { return MessageAttack{{}, v1::REASON_LIFECYCLE_VIOLATION, /*half_close=*/true}; });

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -210,12 +211,13 @@ class Worker::UpstreamHandler : public AcceptedHandler {
                                  Described(message), "; open the seam before any frame")));
     }
     const v1::SeamOpen& open = message.open();
-    absl::StatusOr<Limits> limits = Check("Seam", open.session(), open.hop_index());
-    if (limits.ok() && open.hop_index() == 0) {
-      limits = MakeError(v1::REASON_ROUTE_INVALID,
-                         "expected a hop_index of at least 1 on a seam, got 0; hop 0 is opened by "
-                         "a client with Session");
+    if (open.hop_index() == 0) {
+      return Refuse(
+          MakeError(v1::REASON_ROUTE_INVALID,
+                    "expected a hop_index of at least 1 on a seam, got 0; hop 0 is opened by a "
+                    "client with Session"));
     }
+    absl::StatusOr<Limits> limits = Check("Seam", open.session(), open.hop_index());
     if (!limits.ok()) return Refuse(limits.status());
     max_bytes_ = limits->max_frame_bytes;
     stage_ = std::make_shared<StageSession>(core_, open, peer_, stream_);
@@ -231,10 +233,12 @@ class Worker::UpstreamHandler : public AcceptedHandler {
         CheckRoute({open.schema_version(), &open, hop_index}, core_->capability());
     if (!status.ok()) return status;
     const SessionKey key = {open.route().route_session_id(), open.route().route_epoch()};
-    if (absl::Status denied = core_->authorizer->Authorize(action, peer_, key); !denied.ok()) {
-      return denied;
-    }
-    return NegotiateLimits(open.limits(), core_->limits);
+    // Last, because what it lets in is a session from there on.
+    auto limits = NegotiateLimits(open.limits(), core_->limits);
+    if (!limits.ok()) return limits;
+    const absl::Status denied = core_->authorizer->Authorize(action, peer_, key, hop_index);
+    if (!denied.ok()) return denied;
+    return limits;
   }
 
   // A message that cannot be read: ends the session, or the stream when there is none yet.
@@ -341,9 +345,8 @@ class Worker::ReturnAcceptHandler : public AcceptedHandler {
                        attach.schema_version(), "; bring both ends of the route to one version"));
     }
     const SessionKey key = {attach.route_session_id(), attach.route_epoch()};
-    if (absl::Status status = core_->authorizer->Authorize("Return", peer_, key); !status.ok()) {
-      return status;
-    }
+    const absl::Status denied = core_->authorizer->Authorize("Return", peer_, key, std::nullopt);
+    if (!denied.ok()) return denied;
     const std::shared_ptr<Session> found = core_->Find(key);
     if (found == nullptr) {
       for (const auto& session : core_->sessions) {
@@ -681,9 +684,8 @@ absl::StatusOr<std::vector<std::shared_ptr<Session>>> Worker::FindForKey(absl::s
                                   "got ",
                                   id.size(), " bytes and epoch ", epoch));
   }
-  if (absl::Status status = core_->authorizer->Authorize(action, peer, {id, epoch}); !status.ok()) {
-    return status;
-  }
+  const absl::Status denied = core_->authorizer->Authorize(action, peer, {id, epoch}, std::nullopt);
+  if (!denied.ok()) return denied;
   std::vector<std::shared_ptr<Session>> found;
   for (const auto& session : core_->sessions) {
     const SessionKey& key = session->key();

@@ -3,8 +3,8 @@
     token = issue(key, RouteClaim("s1", 1, 0, "w1", expires_ms))
     claim = check(trusted, token, now_ms)
 
-A token is short-lived and bound to one session, epoch, hop and worker. It is the claim as
-canonical JSON and the signature over it, base64url, with a dot between.
+A token is short-lived and bound to one session, epoch, hop and worker. Its form is written down in
+proto/meshnet/control/v1/route_token.proto.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from meshnet.errors import ControlError, Reason
 from meshnet.signing import SigningKey, TrustedKeys
+from proto.meshnet.control.v1 import route_token_pb2 as pb
 
 __all__ = ["RouteClaim", "check", "issue"]
 
@@ -36,9 +38,14 @@ class RouteClaim:
     expires_ms: int
 
     def encode(self) -> bytes:
-        """Canonical JSON."""
-        fields = dataclasses.asdict(self)
-        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+        """What is signed."""
+        return pb.RouteClaim(**dataclasses.asdict(self)).SerializeToString(deterministic=True)
+
+    @classmethod
+    def decode(cls, content: bytes) -> RouteClaim:
+        """Raises DecodeError."""
+        claim = pb.RouteClaim.FromString(content)
+        return cls(claim.session_id, claim.epoch, claim.hop, claim.worker_id, claim.expires_ms)
 
 
 def issue(key: SigningKey, claim: RouteClaim) -> bytes:
@@ -58,10 +65,10 @@ def check(trusted: TrustedKeys, token: bytes, now_ms: int) -> RouteClaim:
         )
         if not trusted.verify(_PURPOSE, content, key_id.hex(), signature):
             raise ValueError("not signed by a trusted tracker")
-        claim = RouteClaim(**json.loads(content))
+        claim = RouteClaim.decode(content)
         if now_ms >= claim.expires_ms:
             raise ValueError(f"expired {now_ms - claim.expires_ms} ms ago")
-    except (ValueError, TypeError, binascii.Error) as error:
+    except (ValueError, DecodeError, binascii.Error) as error:
         raise ControlError(
             Reason.UNAUTHENTICATED, f"expected a valid route token: {error}; select a route anew"
         ) from error

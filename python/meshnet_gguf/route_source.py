@@ -256,9 +256,9 @@ class TrackerRouteSource:
         """
         # A worker that can only dial out listens at its relay under its own id.
         hops = [
-            RouteHop(hop.relay, _layers(hop), hop.worker_id)
+            RouteHop(hop.relay, _layers(hop), hop.worker_id, hop.token.decode())
             if hop.relay and index
-            else RouteHop(hop.endpoint, _layers(hop))
+            else RouteHop(hop.endpoint, _layers(hop), route_token=hop.token.decode())
             for index, hop in enumerate(chosen.hops)
         ]
         head = WorkerClient(

@@ -32,10 +32,14 @@ class Endpoint:
     address: str
     advertised: str | None = None
     relay_peer_id: str = ""
+    # What a tracker has issued for this worker's hop of the session that is to be opened.
+    route_token: str = ""
 
     def hop(self, layers: LayerRange) -> RouteHop:
         """The worker as its peers on a route see it."""
-        return RouteHop(self.advertised or self.address, layers, self.relay_peer_id)
+        return RouteHop(
+            self.advertised or self.address, layers, self.relay_peer_id, self.route_token
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class RouteHop:
     endpoint: str
     layers: LayerRange
     relay_peer_id: str = ""
+    # What a tracker has issued for this hop of the session.
+    route_token: str = ""
 
     def to_proto(self) -> shard_pb2.Hop:
         """The hop as OpenSession carries it."""
@@ -55,6 +61,7 @@ class RouteHop:
             endpoint=self.endpoint,
             range=self.layers.to_proto(),
             relay_peer_id=self.relay_peer_id,
+            route_token=self.route_token,
         )
 
 

@@ -28,7 +28,7 @@ from meshnet_gguf.client._values import (
     Token,
     known,
 )
-from meshnet_gguf.client._worker import WorkerClient
+from meshnet_gguf.client._worker import WorkerClient, token_metadata
 from meshnet_gguf.errors import MeshnetError, from_rpc_error, reason_in_details
 from meshnet_gguf.text import Utf8Stream
 from proto.meshnet.shard.v1 import errors_pb2, shard_pb2
@@ -86,7 +86,9 @@ class Session:
         Raises MeshnetError with the reason of the stage that refused; PEER_UNREACHABLE,
         DEADLINE_EXCEEDED (after `open_timeout` seconds) and the like.
         """
-        self._call = self._head.shard.Session(None)
+        hops = self._open_message.route.hops
+        metadata = token_metadata(hops[0].route_token if hops else "")
+        self._call = self._head.shard.Session(None, metadata=metadata)
         self._reader = asyncio.create_task(self._read(self._call))
         try:
             async with asyncio.timeout(self._open_timeout):

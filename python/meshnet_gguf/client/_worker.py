@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _Response = TypeVar("_Response")
 _POLL_SECONDS = 0.02
+_ROUTE_TOKEN_KEY = "meshnet-route-token"  # noqa: S105 - a name
 
 
 class WorkerClient:
@@ -135,19 +136,23 @@ class WorkerClient:
         answer = await self._call(self.shard.GetMetrics, shard_pb2.GetMetricsRequest())
         return Metrics.from_proto(answer)
 
-    async def cancel_session(self, route_session_id: bytes, route_epoch: int) -> bool:
+    async def cancel_session(
+        self, route_session_id: bytes, route_epoch: int, *, route_token: str = ""
+    ) -> bool:
         """Ends a session on all stages; whether the worker knew it."""
         request = shard_pb2.CancelSessionRequest(
             route_session_id=route_session_id, route_epoch=route_epoch
         )
-        return (await self._call(self.shard.CancelSession, request)).found
+        return (await self._call(self.shard.CancelSession, request, route_token)).found
 
-    async def release_session(self, route_session_id: bytes, route_epoch: int) -> bool:
+    async def release_session(
+        self, route_session_id: bytes, route_epoch: int, *, route_token: str = ""
+    ) -> bool:
         """Frees what the worker holds of a session; whether it knew it."""
         request = shard_pb2.ReleaseSessionRequest(
             route_session_id=route_session_id, route_epoch=route_epoch
         )
-        return (await self._call(self.shard.ReleaseSession, request)).found
+        return (await self._call(self.shard.ReleaseSession, request, route_token)).found
 
     async def vocabulary(self) -> Vocabulary:
         """Special tokens and chat templates. Asked once, then remembered."""
@@ -180,12 +185,20 @@ class WorkerClient:
         return list((await self._call(self._tokenizer.GetPieces, request)).pieces)
 
     async def _call(
-        self, method: Callable[..., Awaitable[_Response]], request: object
+        self,
+        method: Callable[..., Awaitable[_Response]],
+        request: object,
+        route_token: str = "",
     ) -> _Response:
         try:
-            return await method(request, timeout=self.timeout)
+            return await method(request, timeout=self.timeout, metadata=token_metadata(route_token))
         except grpc.aio.AioRpcError as error:
             raise _located(from_rpc_error(error), self.endpoint) from error
+
+
+def token_metadata(route_token: str) -> Any:
+    """How a call presents a route token (grpc-stubs have no type for it); None without one."""
+    return ((_ROUTE_TOKEN_KEY, route_token),) if route_token else None
 
 
 def _located(error: MeshnetError, endpoint: str) -> MeshnetError:
