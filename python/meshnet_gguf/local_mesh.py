@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
+from meshnet.signing import SigningKey
 
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
@@ -35,6 +36,8 @@ _STOP_SECONDS: Final = 15.0
 
 class LocalMesh:
     """One tracker that admits dark lanes, and a node for each range; ranges may come repeatedly.
+
+    Workers serve only who has a route token of the tracker.
 
     Ready when the async context is entered: every node has registered its worker. Without `model`
     the workers run the fake engine. `supervision` as in a node's configuration. The workers of the
@@ -76,6 +79,7 @@ class LocalMesh:
         """Starts everything and waits until all workers are registered."""
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="meshnet-mesh-"))
         try:
+            SigningKey.generate().save(self._token_key)
             async with asyncio.timeout(self._ready_within):
                 await self.start_tracker()
                 if self._relayed:
@@ -114,6 +118,7 @@ class LocalMesh:
             f"--database=sqlite:///{self._folder}/tracker.db",
             f"--lease_ms={self._lease_ms}",
             f"--session_ttl_ms={self._session_ttl_ms}",
+            f"--token_key={self._token_key}",
             "--admit_dark",
             log=self._log("tracker"),
         )
@@ -150,6 +155,10 @@ class LocalMesh:
         assert isinstance(pid, int)
         return pid
 
+    @property
+    def _token_key(self) -> pathlib.Path:
+        return self._folder / "token.pem"
+
     async def _node(self, number: int) -> PythonProgram:
         layers = self.ranges[number]
         name = f"node-{number}"
@@ -163,6 +172,7 @@ class LocalMesh:
             "worker": {
                 "engine": "llama" if self._model is not None else "fake",
                 "flags": self._worker_flags,
+                "route_token_keys": f"{self._token_key}.pub",
             },
             "supervision": self._supervision,
         }

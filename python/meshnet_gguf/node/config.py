@@ -41,9 +41,11 @@ _OWN_FLAGS: Final = frozenset(
         "recipe_fingerprint",
         "relay",
         "relay_peer_id",
+        "route_token_keys",
         "tls_ca",
         "tls_cert",
         "tls_key",
+        "worker_id",
     }
 )
 
@@ -84,6 +86,7 @@ class NodeConfig:
     worker_listen: str = "127.0.0.1:0"
     worker_advertise: str = ""
     worker_relay: str = ""
+    route_token_keys: pathlib.Path | None = None
     worker_flags: Mapping[str, str] = field(default_factory=dict)
     listen: str = "127.0.0.1:0"
     advertise: str = ""
@@ -158,6 +161,7 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
             *(base / values["tls"][name] for name in ("certificate", "key", "authority"))
         )
     binary = worker.get("binary")
+    token_keys = worker.get("route_token_keys")
     paths = {
         name: base / model[name] if name in model else None
         for name in ("file", "manifest", "storage", "sources_ca")
@@ -183,6 +187,7 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
         worker_listen=worker.get("listen", "127.0.0.1:0"),
         worker_advertise=worker.get("advertise", ""),
         worker_relay=worker.get("relay", ""),
+        route_token_keys=base / token_keys if token_keys else None,
         worker_flags=flags,
         listen=node.get("listen", "127.0.0.1:0"),
         advertise=node.get("advertise", ""),

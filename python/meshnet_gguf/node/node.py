@@ -306,6 +306,11 @@ class Node:
         flags.append(f"--relay_peer_id={self._worker_id}")
         if config.worker_relay:
             flags.append(f"--relay={config.worker_relay}")
+        if config.route_token_keys is not None:
+            flags += [
+                f"--route_token_keys={config.route_token_keys}",
+                f"--worker_id={self._worker_id}",
+            ]
         flags.append(f"--drain_timeout={config.supervision.drain_ms}ms")
         artifact = config.artifact_sha256
         if provisioned is not None:

@@ -45,6 +45,12 @@ def test_what_is_required_is_enough() -> None:
     assert config.supervision == Supervision()
 
 
+def test_paths_start_at_the_file() -> None:
+    config = parse(worker={"route_token_keys": "tracker.pem.pub"})
+    assert config.route_token_keys == BASE / "tracker.pem.pub"
+    assert parse().route_token_keys is None
+
+
 def test_the_sample_is_valid_and_shows_the_defaults() -> None:
     sample = importlib.resources.files("meshnet_gguf.node").joinpath("node.sample.yaml")
     config = parse_config(sample.read_bytes(), BASE)
@@ -92,6 +98,7 @@ def test_every_key_of_the_schema_is_in_the_sample() -> None:
         ("model", {"sources": ["a"]}, "model: expected manifest, sources and storage together"),
         ("worker", {"flags": {"listen": "x"}}, "worker.flags: listen follow"),
         ("worker", {"flags": {"--model": "x"}}, "worker.flags"),
+        ("worker", {"flags": {"worker_id": "x"}}, "worker.flags: worker_id follow"),
         ("worker", {"flags": {"threads": [1]}}, "worker.flags.threads: "),
         ("worker", {"listen": "[::]:1"}, "worker.advertise: "),
         ("supervision", {"probe_failures": 0}, "supervision.probe_failures: "),
