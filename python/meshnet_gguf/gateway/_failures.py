@@ -27,10 +27,15 @@ _OF_THE_REQUEST = frozenset(
     {
         errors_pb2.REASON_CONTEXT_EXCEEDED,
         errors_pb2.REASON_FEATURE_UNSUPPORTED,
+        errors_pb2.REASON_GRAMMAR_DEAD_END,
         errors_pb2.REASON_LIFECYCLE_VIOLATION,
     }
 )
-_STATUS_OF_REASONS: dict[int, int] = {errors_pb2.REASON_FRAME_TOO_LARGE: 413}
+_STATUS_OF_REASONS: dict[int, int] = {
+    errors_pb2.REASON_FRAME_TOO_LARGE: 413,
+    # Coming again later does not make a grammar cheaper.
+    errors_pb2.REASON_GRAMMAR_TOO_COSTLY: 400,
+}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import time
@@ -349,7 +350,17 @@ def _sampling(request: ChatRequest | CompletionRequest, vocabulary_size: int) ->
         logit_bias=request.biases(vocabulary_size),
         top_logprobs=top,
         logprobs=logprobs,
+        json_schema=_json_schema(request),
     )
+
+
+def _json_schema(request: ChatRequest | CompletionRequest) -> str:
+    """The schema that the answer must have, as JSON; empty for any text."""
+    form = request.response_format if isinstance(request, ChatRequest) else None
+    if form is None or form.type == "text":
+        return ""
+    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    return json.dumps(schema)
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:
@@ -371,8 +382,13 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
                 "expected logprobs with top_logprobs; set logprobs to true",
                 "top_logprobs",
             )
-        if request.response_format is not None and request.response_format.type != "text":
-            raise unsupported("response_format", "this server does not constrain answers yet")
+        form = request.response_format
+        if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+            raise RequestError(
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                "expected json_schema with the type json_schema, and with no other",
+                "response_format",
+            )
         if request.tools and request.tool_choice != "none":
             raise unsupported("tools", "this server does not read tool calls yet")
         return

@@ -1,6 +1,7 @@
 """Stop strings, log-probabilities, seeds, choices, prompts of all kinds: what answers look like."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -230,6 +231,51 @@ async def test_penalties_reach_the_sampler(gateway: FakeGateway) -> None:
     plain = await text_of(gateway, max_tokens=200)
     assert await text_of(gateway, max_tokens=200, frequency_penalty=2.0) != plain
     assert await text_of(gateway, max_tokens=200, presence_penalty=2.0) != plain
+
+
+def schema_form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_have_the_form_that_is_asked_for(gateway: FakeGateway, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "colour": {"enum": ["red", "green"]},
+            "counts": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        },
+        "required": ["colour", "counts"],
+        "additionalProperties": False,
+    }
+    answer = await chat(
+        gateway, response_format=schema_form(schema), seed=seed, max_tokens=200, logit_bias={}
+    )
+    document = json.loads(answer.choices[0].message.content)
+    assert answer.choices[0].finish_reason == "stop"
+    assert set(document) == {"colour", "counts"}
+    assert document["colour"] in ("red", "green")
+    assert all(isinstance(count, bool) for count in document["counts"])
+    assert len(document["counts"]) <= 3
+
+
+async def test_any_object_and_any_text(gateway: FakeGateway) -> None:
+    form: dict[str, Any] = {"type": "json_object"}
+    text = await text_of(gateway, response_format=form, max_tokens=8, logit_bias={})
+    assert text.startswith("{")
+    assert await text_of(gateway, response_format={"type": "text"}) == await text_of(gateway)
+
+
+async def test_forms_that_cannot_be_kept_to_are_refused(gateway: FakeGateway) -> None:
+    for form, code in (
+        (schema_form({"not": {"type": "string"}}), "GRAMMAR_INVALID"),
+        ({**schema_form({}), "type": "json_object"}, "FIELD_OUT_OF_BOUNDS"),
+        ({"type": "json_schema"}, "FIELD_OUT_OF_BOUNDS"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(gateway, response_format=form)
+        assert caught.value.code == code
+    assert await text_of(gateway) == await text_of(gateway)
 
 
 async def test_what_is_not_supported_says_so(gateway: FakeGateway) -> None:
