@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import pathlib
-import platform
 import re
 import statistics
 import sys
@@ -33,11 +32,12 @@ from absl import app, flags
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, split_layers
+from meshnet_gguf.machine import cores, machine_facts
 from meshnet_gguf.models import fetch_model
 
 from benchmarks.chart import render
 from benchmarks.results import Bar, Sample, Setting, Stage, evaluate_bars, summarise
-from benchmarks.systems import BenchmarkError, Binaries, Interference, System, cores, settle
+from benchmarks.systems import BenchmarkError, Binaries, Interference, System, settle
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
 _MODEL = flags.DEFINE_string("model", None, "GGUF of the llama architecture; default: SmolLM2-135M")
@@ -329,22 +329,6 @@ def _worker_specs(plan: Plan, model: pathlib.Path, layers: int) -> list[WorkerSp
     return [WorkerSpec(layer_range, model, worker_flags) for layer_range in ranges]
 
 
-def _machine() -> dict[str, Any]:
-    model = "unknown"
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return {
-        "cpu": model,
-        "cores": cores(),
-        "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20,
-        "kernel": platform.release(),
-        "busy_before": round(_busy(), 3),
-    }
-
-
 def _busy() -> float:
     """How much of the cores others use, from one second."""
 
@@ -407,7 +391,7 @@ def main(argv: Sequence[str]) -> int:
             "benchmark": "dense",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": model.stem,
-            "machine": _machine(),
+            "machine": {**machine_facts(), "busy_before": round(_busy(), 3)},
             "plan": {
                 "repeats": plan.repeats,
                 "prompt_tokens": plan.prompt_tokens,

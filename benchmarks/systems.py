@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
 import pathlib
 import signal
 import socket
@@ -410,8 +409,3 @@ async def _stop_all(proxy: Proxy | None, servers: Sequence[RpcServer]) -> None:
     if proxy is not None:
         await proxy.stop()
     await asyncio.gather(*(server.stop() for server in servers))
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -16,13 +16,12 @@ from typing import Any, Final
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.plan import Line, Machine, ModelShape
 from meshnet_gguf.registration import MACHINE_MEMORY_LABEL
-from meshnet_gguf.strict_yaml import read_yaml
+from meshnet_gguf.strict_yaml import read_file, read_yaml
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["load_machines", "measured_machines", "parse_machines", "sample_machines"]
 
-_MAX_BYTES: Final = 1 << 20
 _SIZE: Final = re.compile(r"([0-9]{1,15})(?:\s*([kMGT])(i?)B)?")
 _POWERS: Final = {"k": 1, "M": 2, "G": 3, "T": 4}
 
@@ -34,14 +33,7 @@ def sample_machines() -> str:
 
 def load_machines(path: pathlib.Path) -> list[Machine]:
     """Reads a file. Raises MeshnetError (CONFIGURATION_INVALID)."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise _invalid(f"expected a readable file: {error}") from error
-    if len(content) > _MAX_BYTES:
-        raise _invalid(f"expected {path} of at most {_MAX_BYTES} bytes")
-    return parse_machines(content)
+    return parse_machines(read_file(path))
 
 
 def parse_machines(content: bytes | str) -> list[Machine]:

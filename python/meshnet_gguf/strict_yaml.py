@@ -1,12 +1,13 @@
 """YAML files of ours: plain values, every key once, in the form of a JSON Schema.
 
-values = read_yaml(path.read_bytes(), schema)
+values = read_yaml(read_file(path), schema)
 """
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jsonschema
 import yaml
@@ -14,7 +15,9 @@ import yaml
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["read_yaml"]
+__all__ = ["read_file", "read_yaml"]
+
+_MAX_BYTES: Final = 1 << 20
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -30,6 +33,18 @@ class _UniqueKeys(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def read_file(path: pathlib.Path) -> bytes:
+    """A file's content, at most 1 MiB of it. Raises MeshnetError (CONFIGURATION_INVALID)."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise _invalid(f"expected a readable file: {error}") from error
+    if len(content) > _MAX_BYTES:
+        raise _invalid(f"expected {path} of at most {_MAX_BYTES} bytes")
+    return content
 
 
 def read_yaml(content: bytes | str, schema: Mapping[str, Any]) -> Any:

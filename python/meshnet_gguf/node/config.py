@@ -19,12 +19,11 @@ from meshnet.transport import TlsFiles
 
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.strict_yaml import read_yaml
+from meshnet_gguf.strict_yaml import read_file, read_yaml
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["NodeConfig", "Supervision", "load_config", "parse_config"]
 
-_MAX_BYTES: Final = 1 << 20
 # What the node itself tells the worker.
 _OWN_FLAGS: Final = frozenset(
     {
@@ -103,13 +102,7 @@ class NodeConfig:
 
 def load_config(path: pathlib.Path) -> NodeConfig:
     """Reads a file. Raises MeshnetError (CONFIGURATION_INVALID)."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise _invalid(f"expected a readable file: {error}") from error
-    if len(content) > _MAX_BYTES:
-        raise _invalid(f"expected {path} of at most {_MAX_BYTES} bytes")
+    content = read_file(path)
     try:
         return parse_config(content, base=path.absolute().parent)
     except MeshnetError as error:
