@@ -475,6 +475,8 @@ class Tracker:
             worker = self._workers.get(hop.worker_id)
             if worker is not None:
                 worker.assigned = count
+                # The worker says so itself with its next heartbeat; it is not full until then.
+                worker.load.open_sessions -= min(worker.load.open_sessions, max(0, -sessions))
                 self._index(worker)
 
     # ---- Ledger ----
@@ -587,6 +589,7 @@ class Tracker:
             sa.select(sa.func.count().label("count")).select_from(storage.RECEIPTS)
         )
         workers, sessions = self.counts()
+        token_key = self.options.token_key
         return pb.GetStatusResponse(
             tracker_id=self._storage.tracker_id,
             workers=workers,
@@ -596,6 +599,8 @@ class Tracker:
             trusted_keys=len(self.options.trusted),
             certifications=len(self._book),
             database=self._storage.name,
+            time_ms=self._clock.now_ms(),
+            token_public_key="" if token_key is None else token_key.public_pem(),
         )
 
     def counts(self) -> tuple[int, int]:

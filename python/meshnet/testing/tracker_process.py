@@ -34,7 +34,7 @@ class TrackerProcess(ServerProcess):
     @classmethod
     async def start(cls, database: str, *flags: str) -> Self:
         """Returns once it listens. Raises RuntimeError with its last words when it ends instead."""
-        return await cls.launch("meshnet.tracker_server", f"--database={database}", *flags)
+        return await cls.launch("meshnet.tracker_program", f"--database={database}", *flags)
 
     async def __aexit__(
         self,

@@ -239,6 +239,26 @@ async def test_an_untouched_session_frees_its_workers(database: str) -> None:
         assert await route(tracker) == ["a"]
 
 
+async def test_a_closed_session_frees_its_worker_before_the_next_heartbeat(database: str) -> None:
+    async with running(database, ManualClock()) as tracker:
+        generation = (await register(tracker, "a", 0, 4, max_sessions=1)).generation
+        await tracker.select_route(pb.SelectRouteRequest(model_id="m", session_id="s"))
+        await beat(tracker, "a", generation, open_sessions=1)
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        await tracker.close_session(pb.CloseSessionRequest(session_id="s"))
+        assert await route(tracker) == ["a"]
+
+
+async def test_status_tells_the_clock_and_who_signs_tokens(database: str) -> None:
+    clock = ManualClock()
+    async with running(database, clock) as tracker:
+        status = await tracker.get_status(pb.GetStatusRequest())
+        assert (status.time_ms, status.token_public_key) == (clock.now_ms(), "")
+    async with running(database, clock, dataclasses.replace(OPTIONS, token_key=KEY)) as tracker:
+        status = await tracker.get_status(pb.GetStatusRequest())
+        assert status.token_public_key == KEY.public_pem()
+
+
 async def test_receipts_are_recorded_once(database: str) -> None:
     clock = ManualClock()
     receipt = pb.Receipt(

@@ -14,13 +14,13 @@ import asyncio
 from collections.abc import Sequence
 
 from absl import app
-from meshnet import tracker_server
+from meshnet import tracker_program
 
 from meshnet_gguf.cli import output
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (tracker_server.__name__,)
+FLAG_MODULES = (tracker_program.__name__,)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -28,5 +28,5 @@ def run(arguments: Sequence[str]) -> int:
     if arguments:
         raise app.UsageError(f"expected flags only, got {arguments[0]!r}")
     with output.control_errors():
-        asyncio.run(tracker_server.run(tracker_server.settings_from_flags()))
+        asyncio.run(tracker_program.run(tracker_program.settings_from_flags()))
     return 0

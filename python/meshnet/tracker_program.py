@@ -1,0 +1,109 @@
+"""The tracker as a program: `python -m meshnet.tracker_program --listen=... --database=...`
+
+Its flags, and serving until a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from meshnet.errors import ControlError, Reason
+from meshnet.signing import SigningKey, TrustedKeys
+from meshnet.tracker import TrackerOptions
+from meshnet.tracker_server import TrackerServer, TrackerSettings
+from meshnet.transport import TlsFiles
+
+__all__ = ["run", "settings_from_flags"]
+
+_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7100", "Where to serve, HOST:PORT.")
+_DATABASE = flags.DEFINE_string(
+    "database", "sqlite:///tracker.db", "sqlite:///FILE, or postgresql://USER@HOST/NAME."
+)
+_METRICS = flags.DEFINE_string("metrics_listen", "", "Where to serve /metrics, HOST:PORT.")
+_ID = flags.DEFINE_string("tracker_id", "", "This tracker's name; the default is a new one.")
+_LEASE = flags.DEFINE_integer("lease_ms", 10_000, "Life of a registration without a heartbeat.")
+_TTL = flags.DEFINE_integer("session_ttl_ms", 300_000, "Life of an untouched route session.")
+_KEEP = flags.DEFINE_integer(
+    "keep_ms", 86_400_000, "How long to keep workers and sessions that are over; receipts stay."
+)
+_TRUSTED = flags.DEFINE_multi_string(
+    "trusted_key", [], "PEM file of public keys whose certification records count; repeatable."
+)
+_TOKEN_KEY = flags.DEFINE_string("token_key", "", "PEM file of the key that signs route tokens.")
+_ADMIT_DARK = flags.DEFINE_bool(
+    "admit_dark", False, "Route lanes that no record certifies; every answer will say so."
+)
+_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate of this server.")
+_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its key.")
+_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authority of clients.")
+_INSECURE = flags.DEFINE_bool("insecure", False, "Serve beyond loopback without TLS.")
+
+
+def settings_from_flags() -> TrackerSettings:
+    """What the command line says. Raises ControlError (CONFIGURATION_INVALID)."""
+    named = [bool(flag.value) for flag in (_CERT, _KEY, _CA)]
+    if any(named) and not all(named):
+        raise ControlError(
+            Reason.CONFIGURATION_INVALID, "expected --tls_cert, --tls_key and --tls_ca together"
+        )
+    tls = None
+    if all(named):
+        tls = TlsFiles(*(pathlib.Path(flag.value) for flag in (_CERT, _KEY, _CA)))
+    options = TrackerOptions(
+        lease_ms=_LEASE.value,
+        session_ttl_ms=_TTL.value,
+        keep_ms=_KEEP.value,
+        admit_dark=_ADMIT_DARK.value,
+        trusted=TrustedKeys.load(pathlib.Path(name) for name in _TRUSTED.value),
+        token_key=SigningKey.load(pathlib.Path(_TOKEN_KEY.value)) if _TOKEN_KEY.value else None,
+    )
+    return TrackerSettings(
+        database=_DATABASE.value,
+        listen=_LISTEN.value,
+        metrics_listen=_METRICS.value,
+        tls=tls,
+        insecure=_INSECURE.value,
+        tracker_id=_ID.value,
+        options=options,
+    )
+
+
+def _log(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
+
+
+async def run(settings: TrackerSettings) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    async with TrackerServer.start(settings) as server:
+        if settings.options.admit_dark:
+            _log("warning", message="dark lanes are admitted: routes may be uncertified")
+        _log("listening", address=server.endpoint, metrics_port=server.metrics_port)
+        await ended.wait()
+        _log("stopping")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program."""
+    if len(argv) > 1:
+        raise app.UsageError(f"expected flags only, got {argv[1]}")
+    try:
+        asyncio.run(run(settings_from_flags()))
+    except ControlError as error:
+        _log("failed", reason=error.reason.name, message=error.message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
