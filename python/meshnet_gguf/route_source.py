@@ -35,6 +35,7 @@ from meshnet_gguf.client import (
     WorkerClient,
 )
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.status_watch import TrackedWorkers
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -216,6 +217,15 @@ class TrackerRouteSource:
     ) -> None:
         """Closes the connections to the trackers."""
         await self.tracker.close()
+
+    def workers(self) -> TrackedWorkers:
+        """The model's workers, for a watch (meshnet_gguf.status_watch)."""
+        return TrackedWorkers(
+            self.tracker,
+            self.model_id,
+            credentials=self._credentials,
+            allow_insecure=self._insecure,
+        )
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[TrackedRoute]:

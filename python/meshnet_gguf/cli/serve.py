@@ -42,13 +42,14 @@ from meshnet_gguf.gateway import (
     Serving,
     TemplateRenderer,
     TrackedModelSource,
+    WatchedRouteSource,
     make_app,
 )
 from meshnet_gguf.gateway.local import free_memory, plan_here
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.local_cluster import LocalCluster
 from meshnet_gguf.models import fetch_model, pinned_models
-from meshnet_gguf.route_source import RouteSource, TrackerRouteSource, worker_credentials
+from meshnet_gguf.route_source import TrackerRouteSource, worker_credentials
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
@@ -92,7 +93,7 @@ _TRACKED_SESSIONS = 16
 class _Mesh:
     """What the gateway stands before, and how many answers it makes at once."""
 
-    source: RouteSource
+    source: WatchedRouteSource
     endpoints: tuple[str, ...]
     slots: int
 

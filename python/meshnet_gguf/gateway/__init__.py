@@ -12,7 +12,12 @@ from meshnet_gguf.gateway._serving import Serving
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
 from meshnet_gguf.gateway.app import GatewayOptions, make_app
-from meshnet_gguf.gateway.routes import KeptRouteSource, ServedModel, TrackedModelSource
+from meshnet_gguf.gateway.routes import (
+    KeptRouteSource,
+    ServedModel,
+    TrackedModelSource,
+    WatchedRouteSource,
+)
 from meshnet_gguf.gateway.server import GatewayServer, Listener, ServerTls
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 
@@ -30,5 +35,6 @@ __all__ = [
     "Serving",
     "TemplateRenderer",
     "TrackedModelSource",
+    "WatchedRouteSource",
     "make_app",
 ]

@@ -3,8 +3,9 @@
     app = make_app(Serving([ServedModel("smollm2", source)], admission, renderer))
 
 GET /v1/models, POST /v1/chat/completions, POST /v1/completions; GET /healthz (this process lives),
-/readyz (every model has a complete route), /metrics (Prometheus). Logs say what was asked for in
-numbers, never in words, unless `log_prompts` is set.
+/readyz (every model has a complete route), /metrics (Prometheus); GET /status.json (the gateway and
+its mesh, a meshnet_gguf.status.MeshStatus) and /status/events (the same as server-sent events, once
+a second). Logs say what was asked for in numbers, never in words, unless `log_prompts` is set.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ from meshnet_gguf.gateway._serving import Answering, Serving
 from meshnet_gguf.gateway.admission import KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKeys
 from meshnet_gguf.gateway.metrics import GatewayMetrics
+from meshnet_gguf.gateway.status_feed import StatusFeed
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["GatewayOptions", "make_app"]
+__all__ = ["GatewayApp", "GatewayOptions", "make_app"]
 
 _LOG = logging.getLogger("meshnet.gateway")
 _HTTP_REASONS = {
@@ -61,6 +63,7 @@ class GatewayOptions:
     max_request_bytes: int = 8 * 1024 * 1024
     body_seconds: float = 30.0
     ready_seconds: float = 2.0
+    status_seconds: float = 1.0
     log_prompts: bool = False
     keys: ApiKeys | None = None
 
@@ -149,9 +152,9 @@ class _Exchange:
             message = await self._receive()
 
     async def answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-        """A whole answer in JSON."""
+        """A whole answer in JSON; bytes are taken for JSON as they are."""
         self.record.status = status
-        body = json.dumps(value).encode()
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         await self._start(
             status,
             {
@@ -257,12 +260,37 @@ class _Gateway:
         self.serving = serving
         self.options = options
         self.metrics = GatewayMetrics(serving.admission)
+        self.feed = StatusFeed(
+            [model.source.watch(name) for name, model in serving.models.items()],
+            self.metrics.status,
+            interval=options.status_seconds,
+        )
 
     async def models(self, exchange: _Exchange) -> None:
         self._authorise(exchange)
         await exchange.answer(
             200, {"object": "list", "data": [_model(m) for m in self.serving.models.values()]}
         )
+
+    async def status(self, exchange: _Exchange) -> None:
+        self._authorise(exchange)
+        await exchange.answer(200, await self.feed.latest())
+
+    async def status_events(self, exchange: _Exchange) -> None:
+        self._authorise(exchange)
+
+        async def work() -> None:
+            async with contextlib.aclosing(self.feed.follow()) as statuses:
+                async for status in statuses:
+                    self._authorise(exchange)  # a key may have been taken away by now
+                    if not exchange.streaming:
+                        await exchange.start_stream()
+                    await exchange.event(b"data: " + status + b"\n\n")
+            if not exchange.streaming:
+                raise _ending()
+            await exchange.event(b"", more=False)
+
+        await exchange.while_client_listens(work())
 
     async def chat(self, exchange: _Exchange) -> None:
         await self._complete(exchange, ChatRequest)
@@ -404,7 +432,15 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return JSONResponse(error_body(refusal), status_code=status)
 
 
-def make_app(serving: Serving, options: GatewayOptions | None = None) -> Starlette:
+class GatewayApp(Starlette):
+    """The application. Its feed runs on until somebody ends it (GatewayServer does)."""
+
+    def __init__(self, feed: StatusFeed, **options: Any) -> None:
+        super().__init__(**options)
+        self.feed = feed
+
+
+def make_app(serving: Serving, options: GatewayOptions | None = None) -> GatewayApp:
     """The application."""
     gateway = _Gateway(serving, options or GatewayOptions())
 
@@ -416,11 +452,14 @@ def make_app(serving: Serving, options: GatewayOptions | None = None) -> Starlet
     def endpoint(path: str, method: str, handler: _Handler) -> HttpRoute:
         return HttpRoute(path, _Endpoint(gateway, path, handler), methods=[method])
 
-    return Starlette(
+    return GatewayApp(
+        gateway.feed,
         routes=[
             endpoint("/v1/models", "GET", _Gateway.models),
             endpoint("/v1/chat/completions", "POST", _Gateway.chat),
             endpoint("/v1/completions", "POST", _Gateway.completions),
+            endpoint("/status.json", "GET", _Gateway.status),
+            endpoint("/status/events", "GET", _Gateway.status_events),
             HttpRoute("/healthz", _alive),
             HttpRoute("/readyz", gateway.ready),
             HttpRoute("/metrics", metrics),

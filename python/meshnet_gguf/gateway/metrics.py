@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import prometheus_client as prometheus
 
 from meshnet_gguf.gateway.admission import Admission
+from meshnet_gguf.status import GatewayStatus
 
 __all__ = ["GatewayMetrics"]
 
@@ -16,6 +19,8 @@ class GatewayMetrics:
 
     def __init__(self, admission: Admission) -> None:
         self.registry = prometheus.CollectorRegistry()
+        self._admission = admission
+        self._began = time.monotonic()
         self.requests = prometheus.Counter(
             "meshnet_gateway_requests",
             "Requests by endpoint and HTTP status.",
@@ -64,11 +69,24 @@ class GatewayMetrics:
         """In Prometheus' text format."""
         return prometheus.generate_latest(self.registry)
 
-    def refused_by_reason(self) -> dict[str, int]:
-        """Refusals since the start."""
-        return {
-            sample.labels["reason"]: int(sample.value)
-            for family in self.refusals.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total")
-        }
+    def status(self) -> GatewayStatus:
+        """For the status page: what is counted, since the start."""
+        return GatewayStatus(
+            uptime_seconds=time.monotonic() - self._began,
+            active_slots=self._admission.active,
+            slots=self._admission.max_active,
+            queued_requests=self._admission.queued,
+            prompt_tokens=sum(_counts(self.prompt_tokens).values()),
+            completion_tokens=sum(_counts(self.completion_tokens).values()),
+            refusals=_counts(self.refusals),
+        )
+
+
+def _counts(counter: prometheus.Counter) -> dict[str, int]:
+    """By the counter's label; under an empty name when it has none."""
+    return {
+        "".join(sample.labels.values()): int(sample.value)
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from meshnet.errors import ControlError, Reason
 
@@ -33,15 +34,30 @@ from meshnet_gguf.route_source import (
     StaticRoute,
     TrackerRouteSource,
 )
+from meshnet_gguf.status_watch import ModelWatch, NamedWorkers
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["KeptRouteSource", "ModelText", "ServedModel", "TrackedModelSource", "report"]
+__all__ = [
+    "KeptRouteSource",
+    "ModelText",
+    "ServedModel",
+    "TrackedModelSource",
+    "WatchedRouteSource",
+    "report",
+]
 
 _LOG = logging.getLogger("meshnet.gateway")
 _REPORT_SECONDS = 2.0
 _MAX_PIECES = 300_000
 # A worker lets some dozens wait for its tokenizer and refuses more; many requests may come at once.
 _TOKENIZER_CALLS = 16
+
+
+class WatchedRouteSource(RouteSource, Protocol):
+    """A source of routes that can be looked at as well."""
+
+    def watch(self, name: str) -> ModelWatch:
+        """Watches what routes there are for a model that is shown under this name."""
 
 
 class _KeptRoute(StaticRoute):
@@ -87,6 +103,15 @@ class KeptRouteSource:
         """Closes the connections."""
         await self._drop(self._kept)
 
+    def watch(self, name: str) -> ModelWatch:
+        """Watches the same workers, on connections of its own."""
+        workers = NamedWorkers(
+            self._endpoints,
+            credentials=self._credentials,
+            allow_insecure=self._allow_insecure,
+        )
+        return ModelWatch(name, workers)
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[OpenedRoute]:
         """The route; a failure in the block that is the workers' makes the next one ask again."""
@@ -124,6 +149,10 @@ class TrackedModelSource:
 
     def __init__(self, source: TrackerRouteSource) -> None:
         self._source = source
+
+    def watch(self, name: str) -> ModelWatch:
+        """Watches the workers that the trackers know."""
+        return ModelWatch(name, self._source.workers())
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[OpenedRoute]:
@@ -186,7 +215,7 @@ class ModelText:
 class ServedModel:
     """A name that clients ask for, and where its routes come from."""
 
-    def __init__(self, name: str, source: RouteSource) -> None:
+    def __init__(self, name: str, source: WatchedRouteSource) -> None:
         self.name = name
         self.source = source
         self.created = int(time.time())

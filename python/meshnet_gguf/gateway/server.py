@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from meshnet_gguf.client import is_loopback
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway.app import GatewayApp
 from proto.meshnet.shard.v1 import errors_pb2
 
 if TYPE_CHECKING:
@@ -90,11 +90,12 @@ class Listener:
 class GatewayServer:
     """Serves an application while the block runs.
 
-    Leaving the block lets answers under way go on for `drain_seconds`.
+    Leaving the block lets answers under way go on for `drain_seconds`, and closes the application.
     """
 
-    def __init__(self, app: ASGIApp, listener: Listener, *, drain_seconds: float = 5.0) -> None:
+    def __init__(self, app: GatewayApp, listener: Listener, *, drain_seconds: float = 5.0) -> None:
         self.url = listener.url
+        self._app = app
         self._socket = listener.socket
         tls = listener.tls
         config = uvicorn.Config(
@@ -136,9 +137,12 @@ class GatewayServer:
         traceback: TracebackType | None,
     ) -> None:
         """Stops taking requests, then ends."""
+        # Whoever follows the status would go on for ever.
+        self._app.feed.end()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        await self._app.feed.aclose()
 
 
 def _listen(address: str) -> socket.socket:

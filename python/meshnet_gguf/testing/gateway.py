@@ -34,6 +34,7 @@ class FakeGateway:
     url: str
     client: openai.AsyncOpenAI
     admission: Admission
+    server: GatewayServer
 
 
 @contextlib.asynccontextmanager
@@ -70,4 +71,4 @@ async def fake_gateway(
                     base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60.0
                 ) as client,
             ):
-                yield FakeGateway(fake, server.url, client, admission)
+                yield FakeGateway(fake, server.url, client, admission, server)
