@@ -7,6 +7,9 @@ A contract is a data file in contracts/, in the form of contract.schema.json. It
 by hash in contracts/lock.json: what a model is measured against never changes silently. A contract
 of class `fixture` is for generated models, and evidence under it is fixture evidence.
 
+Generated models say so by a key of their own, FIXTURE_KEY, whatever they are called: a contract of
+class `fixture` takes none without it, any other contract none with it.
+
 Nothing in a contract depends on how the numbers are stored, so every quantisation of a checkpoint
 satisfies it. GGUF files do not prove where their weights come from; which artifact was meant is
 settled by its manifest's hash in the evidence.
@@ -28,7 +31,17 @@ from meshnet_gguf.gguf_file import Model
 from meshnet_gguf.inventory import Inventory
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["Contract", "contract_names", "differences", "load_contract", "require_contract"]
+__all__ = [
+    "FIXTURE_KEY",
+    "Contract",
+    "contract_names",
+    "differences",
+    "load_contract",
+    "require_contract",
+]
+
+FIXTURE_KEY = "meshnet.fixture"
+"""In the metadata of models that were generated: the shape they were made in."""
 
 _FLOAT_TOLERANCE = 1e-6  # GGUF stores 32-bit numbers
 
@@ -93,6 +106,11 @@ def differences(contract: Contract, model: Model, inventory: Inventory) -> list[
 
 
 def _differences(terms: Mapping[str, Any], model: Model, inventory: Inventory) -> Iterator[str]:
+    if terms["evidence_class"] == "fixture":
+        if FIXTURE_KEY not in model.metadata:
+            yield f"it is no generated fixture: those have the key {FIXTURE_KEY}"
+    elif FIXTURE_KEY in model.metadata:
+        yield f"it is a generated fixture (random weights), by its {FIXTURE_KEY}"
     for other in terms["others"]:
         if sign := _sign_of(other, model):
             yield f"it is {other['name']} ({other['why']}), by its {sign}"

@@ -1,12 +1,12 @@
 """Streams a chat answer through a chain of shard workers and checks it against the whole model.
 
-Starts one worker process per stage, each with only its own layers, asks them a question, then runs
-the whole model in one more worker with the same batch shapes and compares. Without --model it
-fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>. --fixture takes a
-small random model that the build makes: it writes gibberish, and parity is the point. --tracker
-starts a tracker and a node for each stage as well: the nodes start and register the workers, the
-tracker chooses the route, and its ledger has every stage's receipt in the end. The second stage is
-reached through a relay then, as a worker is that can only dial out.
+Starts one worker process per stage, each with only its own layers, asks them a question and ends
+them, then runs the whole model in one more worker with the same batch shapes and compares. Without
+--model it fetches SmolLM2 (98 MB) by hash into $MESHNET_STORAGE or /var/tmp/meshnet-<uid>.
+--fixture takes a small random model that the build makes: it writes gibberish, and parity is the
+point. --tracker starts a tracker and a node for each stage as well: the nodes start and register
+the workers, the tracker chooses the route, and its ledger has every stage's receipt in the end. The
+second stage is reached through a relay then, as a worker is that can only dial out.
 
 Example:
 
@@ -50,6 +50,8 @@ from meshnet_gguf.client import (
     open_route,
 )
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gguf_file import read_model
+from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
 from meshnet_gguf.local_mesh import LocalMesh
 from meshnet_gguf.logged_process import PythonProgram
@@ -65,6 +67,7 @@ _MIB = 1024 * 1024
 _TEMPLATE_TOKENS = 512
 # Logits of that many sampled rows are compared on top of all token ids.
 _LOGIT_ROWS = 32
+_FAKE_LAYERS = 8  # of the fake engine's model
 
 _STAGES = flags.DEFINE_integer("stages", 2, "Worker processes in the chain.", lower_bound=1)
 _PROMPT = flags.DEFINE_string("prompt", "What is gravity?", "The question.")
@@ -165,32 +168,29 @@ async def run_demo(
         "threads": threads or share_of_cores(stages),
     }
     specs = _Specs(model, worker_flags)
-    async with contextlib.AsyncExitStack() as stack:
-        with progress.working("starting the whole model, for comparison"):
-            whole_cluster = await stack.enter_async_context(LocalCluster([specs.worker(None)]))
-            whole = await stack.enter_async_context(await open_route(whole_cluster.endpoints))
-        ranges = split_layers(whole.capabilities[0].model_layers, stages)
-        chain = await stack.enter_async_context(
-            _tracked_chain(specs, ranges) if tracker else _direct_chain(specs, ranges)
-        )
+    rows = min(_LOGIT_ROWS, max_tokens)
+    ranges = split_layers(
+        take_inventory(read_model(model)).main_layers if model else _FAKE_LAYERS, stages
+    )
+    # One after the other, so that memory need hold the weights once.
+    async with _tracked_chain(specs, ranges) if tracker else _direct_chain(specs, ranges) as chain:
         token_ids = await _prompt_token_ids(chain.route, prompt)
-
         before = await chain.route.metrics()
         async with chain.session() as session:
             answer = await _stream(session, token_ids, max_tokens, show_text)
         after = await chain.route.metrics()
-
-        with progress.working("checking against the whole model"):
-            rows = min(_LOGIT_ROWS, max_tokens)
-            async with whole.session() as session:
-                reference = await session.generate(
-                    token_ids, max_tokens=max_tokens, return_logits=True
-                ).result()
-            async with chain.session() as session:
-                again = await session.generate(
-                    token_ids, max_tokens=rows, return_logits=True
-                ).result()
+        async with chain.session() as session:
+            again = await session.generate(token_ids, max_tokens=rows, return_logits=True).result()
         mesh = await chain.mesh_result()
+    with progress.working("checking against the whole model"):
+        async with (
+            LocalCluster([specs.worker(None)]) as whole_cluster,
+            await open_route(whole_cluster.endpoints) as whole,
+            whole.session() as session,
+        ):
+            reference = await session.generate(
+                token_ids, max_tokens=max_tokens, return_logits=True
+            ).result()
     difference = max_logit_difference(again.logits, reference.logits[:rows])
     identical = (
         answer.token_ids == reference.token_ids

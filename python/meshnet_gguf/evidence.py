@@ -5,7 +5,8 @@
     write(record, target)
 
 The class of a record is its contract's: a model that satisfies the contract of the real checkpoint
-gives `real-model`, a generated one `fixture`, and there is no other way to either. A record is what
+gives `real-model`, a generated one `fixture`, and there is no other way to either: a name plays no
+part in it. A record is what
 a certification is signed over; it lights no lane by itself.
 """
 
@@ -24,6 +25,7 @@ from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model, read_model
 from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.machine import machine_facts
+from meshnet_gguf.manifest import read_manifest
 from meshnet_gguf.measurement import Plan, is_identical, measure
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -118,6 +120,8 @@ async def collect(
             "sha256": artifact,
             "name": subject.model.metadata.get("general.name"),
             "manifest": manifest.name if manifest else None,
+            # Where the file's weights come from, as far as somebody has bound it to their hash.
+            "origin": asdict(read_manifest(manifest).origin) if manifest else None,
             "files": [
                 {"name": file.path.name, "bytes": file.bytes} for file in subject.model.files
             ],

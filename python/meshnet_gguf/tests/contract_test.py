@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 from meshnet_gguf import contract as contracts
-from meshnet_gguf.contract import contract_names, differences, load_contract, require_contract
+from meshnet_gguf.contract import (
+    FIXTURE_KEY,
+    contract_names,
+    differences,
+    load_contract,
+    require_contract,
+)
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model, Tensor, Value, read_model
 from meshnet_gguf.inventory import take_inventory
@@ -72,14 +78,27 @@ def test_model_that_is_meant_is_accepted() -> None:
 
 def test_fixture_is_not_the_real_model() -> None:
     found = differences_of(tiny(), FLASH)
-    assert found[0].startswith("it is a generated fixture (random weights")
-    assert found[0].endswith("by its general.name")
+    assert found[0].startswith("it is a generated fixture (random weights)")
+    assert found[0].endswith("by its meshnet.fixture")
     assert found[1] == "expected 43 main layers and 0 or 1 of MTP, got 8 and 1"
     assert "expected expert_count to be 256, got 16" in found
     assert "expected token_embd.weight of [4096, 129280], got [128, 512]" in found
     with pytest.raises(MeshnetError) as caught:
         require_contract(load_contract(FLASH), tiny(), take_inventory(tiny()))
     assert caught.value.reason == errors_pb2.REASON_ARTIFACT_MISMATCH
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V4 Flash", "DeepSeek V4 fixture, tiny", ""])
+def test_a_name_makes_no_fixture_and_hides_none(name: str) -> None:
+    fixture = changed(tiny(), **{"general.name": name})
+    assert differences_of(fixture) == []
+    assert differences_of(fixture, FLASH)[0].startswith("it is a generated fixture (")
+    metadata = {key: value for key, value in fixture.metadata.items() if key != FIXTURE_KEY}
+    unmarked = Model(metadata, fixture.tensors, fixture.files)
+    assert differences_of(unmarked) == [
+        "it is no generated fixture: those have the key meshnet.fixture"
+    ]
+    assert not any("generated fixture" in found for found in differences_of(unmarked, FLASH))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +137,7 @@ def test_other_architecture_is_refused() -> None:
         tuple(Tensor(name, (4,), "F32", 0, 0, 16) for name in names),
         (),
     )
-    assert differences_of(model) == ["expected the architecture deepseek4, got 'llama'"]
+    assert differences_of(model, FLASH) == ["expected the architecture deepseek4, got 'llama'"]
 
 
 @pytest.mark.parametrize(

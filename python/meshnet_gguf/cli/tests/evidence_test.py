@@ -113,7 +113,7 @@ def test_by_its_manifest_the_artifact_is_the_manifests_hash(
     manifest = tmp_path / "manifest.json"
     program = pathlib.Path(os.environ["MESHNET"]).absolute()
     made = subprocess.run(
-        [program, "manifest", TINY, f"--out={manifest}"],
+        [program, "manifest", TINY, "--repository=example/tiny", f"--out={manifest}"],
         capture_output=True,
         text=True,
         check=False,
@@ -125,6 +125,7 @@ def test_by_its_manifest_the_artifact_is_the_manifests_hash(
     record = json.loads(result.stdout)
     assert record["outcome"] == "identical"
     assert record["artifact"]["manifest"] == "manifest.json"
+    assert record["artifact"]["origin"]["repository"] == "example/tiny"
     assert record["artifact"]["sha256"] == identity([str(manifest)])
 
 
