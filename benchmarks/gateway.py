@@ -79,7 +79,7 @@ def _command(*arguments: str) -> list[str]:
 async def _process(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
     """A `meshnet serve` and the port that it says it serves on."""
     process = await asyncio.create_subprocess_exec(
-        *_command("serve", *arguments, f"--listen={_HOST}:0", "--json"),
+        *_command("serve", *arguments, f"--listen={_HOST}:0", f"--mesh-listen={_HOST}:0", "--json"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

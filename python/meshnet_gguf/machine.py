@@ -8,7 +8,7 @@ import pathlib
 import platform
 from typing import Any
 
-__all__ = ["cores", "machine_facts"]
+__all__ = ["cores", "free_memory", "machine_facts"]
 
 # Where the kernel says which driver of an accelerator is loaded.
 _DRIVERS = {
@@ -24,6 +24,23 @@ def cores() -> int:
         quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
         count = min(count, max(1, int(quota) // int(period)))  # "max": no quota
     return count
+
+
+def free_memory() -> int:
+    """Bytes that new processes may take without others being swapped out.
+
+    Counts a container's limit as well.
+    """
+    free = 0
+    for line in pathlib.Path("/proc/meminfo").read_text("ascii").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            free = int(rest.split()[0]) * 1024
+    group = pathlib.Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text("ascii"))  # "max": no limit
+        free = min(free, limit - int((group / "memory.current").read_text("ascii")))
+    return max(0, free)
 
 
 def machine_facts() -> dict[str, Any]:

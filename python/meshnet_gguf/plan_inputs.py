@@ -9,21 +9,18 @@ from __future__ import annotations
 import importlib.resources
 import json
 import pathlib
-import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.plan import Line, Machine, ModelShape
 from meshnet_gguf.registration import MACHINE_MEMORY_LABEL
+from meshnet_gguf.sizes import parse_size
 from meshnet_gguf.strict_yaml import read_file, read_yaml
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["load_machines", "measured_machines", "parse_machines", "sample_machines"]
-
-_SIZE: Final = re.compile(r"([0-9]{1,15})(?:\s*([kMGT])(i?)B)?")
-_POWERS: Final = {"k": 1, "M": 2, "G": 3, "T": 4}
 
 
 def sample_machines() -> str:
@@ -97,11 +94,9 @@ def measured_machines(
 
 
 def _size(value: int | str) -> int:
-    """Bytes: a number, or one with kB, MiB, GB and so on. The schema has checked the form."""
-    match = _SIZE.fullmatch(str(value))
-    assert match is not None
-    base = 1024 if match[3] else 1000
-    return int(match[1]) * int(base ** _POWERS.get(match[2], 0))
+    size = parse_size(value)
+    assert size is not None, "the schema has checked the form"
+    return size
 
 
 def _folder() -> Any:

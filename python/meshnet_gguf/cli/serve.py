@@ -1,15 +1,20 @@
-"""Serves a model to OpenAI clients: workers and gateway on this machine, in one command.
+"""Serves a model to OpenAI clients, from this machine or from several.
 
     meshnet serve smollm2
     meshnet serve ~/models/llama.gguf --stages 3 --listen 127.0.0.1:9000
+    meshnet serve --join 127.0.0.1:7100
+    meshnet serve v4.json --from https://models.example/v4 --mesh-listen 10.0.0.5:7100 \\
+        --tls-cert a.pem --tls-key a.key --tls-ca authorities.pem
     meshnet serve llama --tracker 127.0.0.1:7100
     meshnet serve llama --workers 10.0.0.5:7001,10.0.0.6:7001 --insecure
 
-MODEL is a known name (meshnet fetches it by its hash) or a GGUF file, split into stages that run as
-worker processes within the memory that is free here. With --tracker it is the name under which
-nodes have registered the model, with --workers a name for what workers that run already hold. Then
-any OpenAI client works on http://127.0.0.1:8080/v1. Ends on SIGTERM or SIGINT, after the answers
-under way.
+MODEL is a known name (meshnet fetches it by its hash), a GGUF file, or a manifest whose files come
+--from elsewhere. A tracker, a node and its worker, and the gateway start here, with as much of the
+model as fits into this machine's memory; then any OpenAI client works on http://127.0.0.1:8080/v1.
+--join adds this machine to a mesh that runs: it asks the tracker what is served, and takes the
+layers that help most. With --tracker MODEL is the name under which nodes have registered it, with
+--workers a name for what workers that run already hold. Ends on SIGTERM or SIGINT, after the
+answers under way; at once when interrupted twice.
 """
 
 from __future__ import annotations
@@ -17,19 +22,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pathlib
-import signal
+import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from absl import app, flags
-from meshnet.transport import TlsFiles
+from meshnet.transport import is_loopback
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import output
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.cli import machine_flags, mesh_flags, output, serve_join
+from meshnet_gguf.cli.serve_join import join
+from meshnet_gguf.client import LayerRange
+from meshnet_gguf.embedded_mesh import EmbeddedMesh, Place
 from meshnet_gguf.gateway import (
     Admission,
     ApiKeys,
@@ -45,25 +51,21 @@ from meshnet_gguf.gateway import (
     WatchedRouteSource,
     make_app,
 )
-from meshnet_gguf.gateway.local import free_memory, plan_here
 from meshnet_gguf.gguf_file import read_model
-from meshnet_gguf.local_cluster import LocalCluster
-from meshnet_gguf.models import fetch_model, pinned_models
+from meshnet_gguf.local_plan import plan_here
+from meshnet_gguf.model_files import find_model
 from meshnet_gguf.route_source import TrackerRouteSource, worker_credentials
-from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
 
-_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:8080", "Address of the gateway, HOST:PORT.")
-_STAGES = flags.DEFINE_integer("stages", 2, "Worker processes to start here.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer(
-    "context_tokens", 0, "Tokens that a session may hold, 0 = as fits.", lower_bound=0
-)
-_SESSIONS = flags.DEFINE_integer(
-    "max_sessions", 0, "Answers that are made at once, 0 = as fits.", lower_bound=0
+FLAG_MODULES = (machine_flags.__name__, mesh_flags.__name__, serve_join.__name__)
+
+_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:8080", "Address to serve on, HOST:PORT.")
+_JOIN = flags.DEFINE_list("join", [], "Add this machine to the mesh of these trackers, HOST:PORT.")
+_STAGES = flags.DEFINE_integer(
+    "stages", None, "Number of stages; without it, as many as help.", lower_bound=1
 )
 _WORKERS = flags.DEFINE_list("workers", [], "Workers that run already, instead of starting any.")
-_TRACKER = flags.DEFINE_list("tracker", [], "Trackers that know routes, instead of workers here.")
 _QUEUE = flags.DEFINE_integer("max_queued", 64, "Requests that may wait.", lower_bound=0)
 _QUEUE_SECONDS = flags.DEFINE_float(
     "queue_seconds", 30.0, "How long a request may wait.", lower_bound=0
@@ -74,174 +76,201 @@ _ANSWER_SECONDS = flags.DEFINE_float(
 _API_KEYS = flags.DEFINE_string(
     "api_keys", None, "File of API keys (meshnet api-keys); without it everybody is served."
 )
-_CERT = flags.DEFINE_string("tls_cert", None, "PEM file with the gateway's certificate chain.")
-_KEY = flags.DEFINE_string("tls_key", None, "PEM file with the certificate's private key.")
-_MESH_CA = flags.DEFINE_string(
-    "mesh_ca", None, "PEM file with the authority of workers and trackers."
-)
-_MESH_CERT = flags.DEFINE_string("mesh_cert", None, "PEM file shown to workers and trackers.")
-_MESH_KEY = flags.DEFINE_string("mesh_key", None, "PEM file with its private key.")
-_INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
+_CERT = flags.DEFINE_string("https_cert", None, "PEM file: certificate shown to OpenAI clients.")
+_KEY = flags.DEFINE_string("https_key", None, "PEM file: private key of --https-cert.")
 _LOG_PROMPTS = flags.DEFINE_bool("log_prompts", False, "Write requests' texts into the log.")
 _LOG = flags.DEFINE_bool("log", False, "Write a line for every request to stderr.")
 
 # A tracker's mesh may serve many routes at once; more than this asks for --max-sessions.
 _TRACKED_SESSIONS = 16
+_DEFAULT_MESH_LISTEN = "127.0.0.1:7100"
 
 
 @dataclass(frozen=True)
 class _Mesh:
-    """What the gateway stands before, and how many answers it makes at once."""
+    """What the gateway stands before, how many answers it makes at once, and what else to say.
 
+    `failed` waits until something that no answer could do without has ended by itself.
+    """
+
+    name: str
     source: WatchedRouteSource
     endpoints: tuple[str, ...]
     slots: int
+    tracker: str = ""
+    missing: LayerRange | None = None
+    failed: Callable[[], Awaitable[None]] | None = None
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
-    if len(arguments) != 1:
+    if len(arguments) != 1 and not (_JOIN.value and not arguments):
         raise app.UsageError(f"expected one model, got {len(arguments)}")
     if (_CERT.value is None) != (_KEY.value is None):
-        raise app.UsageError("expected --tls-cert and --tls-key together")
-    if len({_MESH_CA.value is None, _MESH_CERT.value is None, _MESH_KEY.value is None}) > 1:
-        raise app.UsageError("expected --mesh-ca, --mesh-cert and --mesh-key together")
-    if _TRACKER.value and _WORKERS.value:
-        raise app.UsageError("expected --tracker or --workers, got both")
+        raise app.UsageError("expected --https-cert and --https-key together")
+    chosen = [bool(mesh_flags.trackers()), bool(_WORKERS.value), bool(_JOIN.value)]
+    if sum(chosen) > 1:
+        raise app.UsageError("expected one of --tracker, --workers and --join")
+    if _STAGES.value and (machine_flags.layers() or _JOIN.value):
+        raise app.UsageError("expected --stages or --layers, and --stages not with --join")
+    mesh_flags.mesh_tls()
+    machine_flags.budget()
     if _LOG.value or _LOG_PROMPTS.value:
         logging.basicConfig(
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
         )
-    asyncio.run(_serve(arguments[0]))
+    with output.control_errors():
+        if _JOIN.value:
+            asyncio.run(
+                machine_flags.until_told(
+                    lambda ended, is_ready: join(arguments, _JOIN.value, ended, is_ready)
+                )
+            )
+        else:
+            asyncio.run(
+                machine_flags.until_told(
+                    lambda ended, is_ready: _serve(arguments[0], ended, is_ready)
+                )
+            )
     return 0
 
 
-async def _serve(model: str) -> None:
+async def _serve(model: str, ended: asyncio.Event, is_ready: Callable[[], None]) -> None:
     started = time.monotonic()
-    ended = asyncio.Event()
-    task = asyncio.current_task()
-    assert task is not None
-
-    def end() -> None:
-        if serving:
-            ended.set()
-        else:
-            # There is nothing to drain yet.
-            task.cancel()
-
-    serving = False
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end)
-    name = pathlib.Path(model).stem if model.endswith(".gguf") else model
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            # Bound first: to be told after minutes of loading that the port is taken helps nobody.
-            listener = stack.enter_context(
-                Listener(_LISTEN.value, tls=_tls(), insecure=_INSECURE.value)
-            )
-            renderer = asyncio.create_task(stack.enter_async_context(TemplateRenderer()))
-            try:
-                mesh = await stack.enter_async_context(_mesh(model))
-            finally:
-                # Only what the stack holds by then is ended with it.
-                await asyncio.gather(renderer, return_exceptions=True)
-            admission = Admission(
-                max_active=mesh.slots,
-                max_queued=_QUEUE.value,
-                queue_seconds=_QUEUE_SECONDS.value,
-            )
-            gateway = Serving(
-                [ServedModel(name, mesh.source)],
-                admission,
-                await renderer,
-                answer_within=_ANSWER_SECONDS.value,
-            )
-            keys = None if _API_KEYS.value is None else ApiKeys(output.given_path(_API_KEYS.value))
-            options = GatewayOptions(log_prompts=_LOG_PROMPTS.value, keys=keys)
-            server = await stack.enter_async_context(
-                GatewayServer(make_app(gateway, options), listener)
-            )
-            serving = True
-            _say_ready(name, server.url, mesh.endpoints, time.monotonic() - started)
-            await ended.wait()
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    async with contextlib.AsyncExitStack() as stack:
+        # Bound first: to be told after minutes of loading that the port is taken helps nobody.
+        listener = stack.enter_context(
+            Listener(_LISTEN.value, tls=_tls(), insecure=mesh_flags.insecure())
+        )
+        renderer = asyncio.create_task(stack.enter_async_context(TemplateRenderer()))
+        try:
+            mesh = await stack.enter_async_context(_mesh(model))
+        finally:
+            # Only what the stack holds by then is ended with it.
+            await asyncio.gather(renderer, return_exceptions=True)
+        admission = Admission(
+            max_active=mesh.slots,
+            max_queued=_QUEUE.value,
+            queue_seconds=_QUEUE_SECONDS.value,
+        )
+        gateway = Serving(
+            [ServedModel(mesh.name, mesh.source)],
+            admission,
+            await renderer,
+            answer_within=_ANSWER_SECONDS.value,
+        )
+        keys = None if _API_KEYS.value is None else ApiKeys(output.given_path(_API_KEYS.value))
+        options = GatewayOptions(log_prompts=_LOG_PROMPTS.value, keys=keys)
+        server = await stack.enter_async_context(
+            GatewayServer(make_app(gateway, options), listener)
+        )
+        is_ready()
+        _say_ready(mesh, server.url, time.monotonic() - started)
+        await machine_flags.first_of(ended.wait(), mesh.failed)
 
 
-def _say_ready(name: str, url: str, endpoints: Sequence[str], seconds: float) -> None:
+def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:
+    missing = mesh.missing
     if output.wants_json():
         output.print_json(
-            {"model": name, "url": f"{url}/v1", "workers": list(endpoints), "seconds": seconds}
+            {
+                "model": mesh.name,
+                "url": f"{url}/v1",
+                "workers": list(mesh.endpoints),
+                "tracker": mesh.tracker,
+                "missing": None if missing is None else [missing.begin, missing.end],
+                "seconds": seconds,
+            }
         )
     else:
-        sys.stdout.write(f"{name} is served on {url}/v1 (ready after {seconds:.1f} s)\n")
+        sys.stdout.write(f"{mesh.name} is served on {url}/v1 (ready after {seconds:.1f} s)\n")
+        if mesh.tracker:
+            where = " on this machine" if is_loopback(mesh.tracker) else ""
+            sys.stdout.write(f"add a machine{where}: meshnet serve --join {mesh.tracker}\n")
+        if missing is not None:
+            sys.stdout.write(f"layers {missing} are missing: answers begin once they have joined\n")
     sys.stdout.flush()
 
 
 @contextlib.asynccontextmanager
 async def _mesh(model: str) -> AsyncIterator[_Mesh]:
     async with contextlib.AsyncExitStack() as stack:
-        if _TRACKER.value:
-            tracker = await stack.enter_async_context(
-                TrackerRouteSource(_TRACKER.value, model, tls=_mesh_tls(), insecure=_INSECURE.value)
-            )
-            slots = _SESSIONS.value or _TRACKED_SESSIONS
-            yield _Mesh(TrackedModelSource(tracker), tuple(_TRACKER.value), slots)
-            return
-        if _WORKERS.value:
-            endpoints = list(_WORKERS.value)
+        if mesh_flags.trackers():
+            source = await stack.enter_async_context(_tracked(mesh_flags.trackers(), model))
+            slots = machine_flags.SESSIONS.value or _TRACKED_SESSIONS
+            yield _Mesh(model, source, tuple(mesh_flags.trackers()), slots)
+        elif _WORKERS.value:
+            yield await stack.enter_async_context(_running_workers(model, _WORKERS.value))
         else:
-            endpoints = (await stack.enter_async_context(_cluster(model))).endpoints
-        source = KeptRouteSource(
-            endpoints,
-            credentials=worker_credentials(_mesh_tls()),
-            allow_insecure=_INSECURE.value,
-        )
-        await stack.enter_async_context(contextlib.aclosing(source))
-        async with source.open() as opened:
-            slots = min(c.max_sessions for c in opened.route.capabilities)
-        yield _Mesh(source, tuple(endpoints), min(slots, _SESSIONS.value or slots))
+            yield await stack.enter_async_context(_embedded(model))
 
 
 @contextlib.asynccontextmanager
-async def _cluster(model: str) -> AsyncIterator[LocalCluster]:
-    path = await asyncio.to_thread(_file_of, model)
-    plan = plan_here(
-        read_model(path),
-        stages=_STAGES.value,
-        free_bytes=free_memory(),
-        context_tokens=_CONTEXT.value,
-        max_sessions=_SESSIONS.value,
+async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[TrackedModelSource]:
+    async with TrackerRouteSource(
+        trackers, model_id, tls=mesh_flags.mesh_tls(), insecure=mesh_flags.insecure()
+    ) as source:
+        yield TrackedModelSource(source)
+
+
+@contextlib.asynccontextmanager
+async def _running_workers(model: str, endpoints: Sequence[str]) -> AsyncIterator[_Mesh]:
+    source = KeptRouteSource(
+        endpoints,
+        credentials=worker_credentials(mesh_flags.mesh_tls()),
+        allow_insecure=mesh_flags.insecure(),
     )
-    async with contextlib.AsyncExitStack() as stack:
-        with progress.working(f"starting {len(plan.ranges)} workers"):
-            cluster = await stack.enter_async_context(LocalCluster(plan.specs(path)))
-        yield cluster
-
-
-def _file_of(model: str) -> pathlib.Path:
-    if model in pinned_models():
-        return fetch_model(model)
-    path = output.given_path(model)
-    if not path.is_file():
-        raise MeshnetError(
-            errors_pb2.REASON_ARTIFACT_UNREADABLE,
-            f"expected a GGUF file or one of {', '.join(sorted(pinned_models()))}, got {model!r}",
+    async with contextlib.aclosing(source):
+        async with source.open() as opened:
+            slots = min(c.max_sessions for c in opened.route.capabilities)
+        yield _Mesh(
+            model, source, tuple(endpoints), min(slots, machine_flags.SESSIONS.value or slots)
         )
-    return path
+
+
+@contextlib.asynccontextmanager
+async def _embedded(model: str) -> AsyncIterator[_Mesh]:
+    place = Place(
+        machine_flags.MESH_LISTEN.value or _DEFAULT_MESH_LISTEN,
+        mesh_flags.mesh_tls(),
+        mesh_flags.insecure(),
+    )
+    machine_flags.check_place(
+        place, "serve " + shlex.quote(model) + " --mesh-listen " + place.listen
+    )
+    files = await find_model(model, output.given_path(model), sources=machine_flags.FROM.value)
+    plan = await asyncio.to_thread(
+        lambda: plan_here(
+            read_model(files.path),
+            budget=machine_flags.budget(),
+            stages=_STAGES.value or 0,
+            layers=machine_flags.layers(),
+            context_tokens=machine_flags.CONTEXT.value,
+            max_sessions=machine_flags.SESSIONS.value,
+        )
+    )
+    flags_of_ours = (
+        {"cpu_variant": machine_flags.CPU_VARIANT.value} if machine_flags.CPU_VARIANT.value else {}
+    )
+    with machine_flags.state_folder() as folder:
+        mesh = EmbeddedMesh(files, plan, place, folder=folder, worker_flags=flags_of_ours)
+        with progress.working(f"starting {len(plan.ranges)} of {files.name}'s stages"):
+            await mesh.__aenter__()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_exit(mesh)
+            source = await stack.enter_async_context(_tracked([mesh.tracker], mesh.model_id))
+            yield _Mesh(
+                files.name,
+                source,
+                tuple(node.worker for node in mesh.nodes),
+                plan.max_sessions,
+                mesh.tracker,
+                plan.missing,
+                mesh.failed,
+            )
 
 
 def _tls() -> ServerTls | None:
     if _CERT.value is None or _KEY.value is None:
         return None
     return ServerTls(output.given_path(_CERT.value), output.given_path(_KEY.value))
-
-
-def _mesh_tls() -> TlsFiles | None:
-    if _MESH_CA.value is None or _MESH_CERT.value is None or _MESH_KEY.value is None:
-        return None
-    return TlsFiles(
-        output.given_path(_MESH_CERT.value),
-        output.given_path(_MESH_KEY.value),
-        output.given_path(_MESH_CA.value),
-    )

@@ -17,7 +17,9 @@ async def test_a_real_answer() -> None:
             os.environ["MESHNET"],
             "serve",
             MODEL,
+            "--stages=2",
             "--listen=127.0.0.1:0",
+            "--mesh-listen=127.0.0.1:0",
             "--json",
             stdout=asyncio.subprocess.PIPE,
         )

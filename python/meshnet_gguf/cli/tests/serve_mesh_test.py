@@ -1,0 +1,153 @@
+"""`meshnet serve` as a mesh: it starts alone, others join it, and nothing is left behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from meshnet.tracker_client import TrackerClient
+from meshnet_gguf.testing.node_process import wait_gone
+
+from proto.meshnet.control.v1 import tracker_pb2
+
+END = 90.0
+MESHNET = os.environ["MESHNET"]
+MODEL = os.path.realpath(os.environ["DEEPSEEK4_MODEL"])
+LAYERS = 8
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *arguments: str,
+) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
+    """A `meshnet serve` that has said that it is ready."""
+    process = await asyncio.create_subprocess_exec(
+        MESHNET, "serve", *arguments, "--json", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(END):
+            yield json.loads(await process.stdout.readline()), process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+
+
+def here(*arguments: str) -> contextlib.AbstractAsyncContextManager[Any]:
+    return serving(MODEL, "--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0", *arguments)
+
+
+def children(pid: int) -> set[int]:
+    """All processes below one."""
+    found: set[int] = set()
+    for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text("ascii").split():
+            found |= {int(child)} | children(int(child))
+    return found
+
+
+async def ask(url: str, model: str) -> str:
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        answer = await client.completions.create(
+            model=model, prompt="Hello", max_tokens=8, temperature=0
+        )
+    return answer.choices[0].text
+
+
+async def receipts(tracker: str) -> set[tuple[str, int, int]]:
+    """Who did something for the first answer; the ledger has it a moment after the client."""
+    request = tracker_pb2.ListReceiptsRequest()
+    async with TrackerClient([tracker]) as client:
+        while not (found := (await client.list_receipts(request)).receipts):
+            await asyncio.sleep(0.01)
+    return {(one.node_id, one.span.begin, one.span.end) for one in found}
+
+
+async def test_one_command_serves_and_leaves_no_process() -> None:
+    async with here() as (said, process):
+        name = pathlib.Path(MODEL).stem
+        assert (said["model"], said["missing"], len(said["workers"])) == (name, None, 1)
+        assert await ask(said["url"], name)
+        ((_, *span),) = await receipts(said["tracker"])
+        assert span == [0, LAYERS]
+        below = children(process.pid)
+        assert len(below) >= 2  # a worker, and the process for templates
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+        for pid in below:
+            await wait_gone(pid)
+
+
+async def test_no_process_is_left_by_one_that_is_killed() -> None:
+    async with here("--stages=2") as (said, process):
+        assert len(said["workers"]) == 2
+        below = children(process.pid)
+        process.kill()
+        await process.wait()
+        for pid in below:
+            await wait_gone(pid)
+
+
+async def test_interrupted_before_it_is_ready() -> None:
+    process = await asyncio.create_subprocess_exec(
+        MESHNET,
+        "serve",
+        MODEL,
+        "--listen=127.0.0.1:0",
+        "--mesh-listen=127.0.0.1:0",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    # A child: it is past its imports, and not through with loading.
+    while not (below := children(process.pid)) and process.returncode is None:
+        await asyncio.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, _ = await process.communicate()
+    assert process.returncode in (0, 130), out
+    for pid in below:
+        await wait_gone(pid)
+
+
+async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
+    async with here("--layers=0:4") as (first, _), httpx.AsyncClient() as http:
+        assert first["missing"] == [4, LAYERS]
+        ready = first["url"].replace("/v1", "/readyz")
+        assert (await http.get(ready)).status_code == 503
+        with pytest.raises(openai.APIStatusError) as refused:
+            await ask(first["url"], first["model"])
+        assert refused.value.code == "NO_ROUTE"
+        async with serving(MODEL, f"--join={first['tracker']}") as (joined, process):
+            assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
+            assert (await http.get(ready)).status_code == 200
+            assert await ask(first["url"], first["model"])
+            assert (joined["node"], 4, LAYERS) in await receipts(first["tracker"])
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        assert (await http.get(ready)).status_code == 503
+
+
+async def test_joins_that_are_refused() -> None:
+    async with here() as (first, _):
+        for arguments, reason in (
+            ((), "ARTIFACT_UNREADABLE"),
+            ((MODEL, "--memory=1MiB"), "MEMORY_BUDGET_EXCEEDED"),
+        ):
+            process = await asyncio.create_subprocess_exec(
+                MESHNET,
+                "serve",
+                *arguments,
+                f"--join={first['tracker']}",
+                "--json",
+                stdout=asyncio.subprocess.PIPE,
+            )
+            out, _ = await process.communicate()
+            assert process.returncode == 1
+            assert json.loads(out)["error"]["reason"] == reason
