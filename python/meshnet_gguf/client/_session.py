@@ -192,7 +192,12 @@ class Session:
         return Generation(self, message)
 
     def continue_with(
-        self, token_ids: Sequence[int], sampling: SamplingParams | None = None, *, max_tokens: int
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int,
+        ignore_end_of_generation: bool = False,
     ) -> Generation:
         """Generates after the whole sequence `token_ids`, computing only what is not held yet."""
         held = 0
@@ -201,7 +206,13 @@ class Session:
             if ours != theirs:
                 break
             held += 1
-        return self.generate(token_ids[held:], sampling, max_tokens=max_tokens, start_position=held)
+        return self.generate(
+            token_ids[held:],
+            sampling,
+            max_tokens=max_tokens,
+            start_position=held,
+            ignore_end_of_generation=ignore_end_of_generation,
+        )
 
     async def chat(
         self,

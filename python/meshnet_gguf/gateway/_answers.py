@@ -9,7 +9,7 @@ from typing import Any
 
 from meshnet_gguf.client import Token
 
-__all__ = ["DONE", "Answer", "ChatForm", "CompletionForm", "TokenLogprobs", "Usage"]
+__all__ = ["DONE", "Answer", "Call", "ChatForm", "CompletionForm", "TokenLogprobs", "Usage"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,11 +23,26 @@ class TokenLogprobs:
 
 
 @dataclass
+class Call:
+    """A call of a tool; `arguments` in pieces of JSON."""
+
+    call_id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+@dataclass
 class Answer:
     """What became of one choice."""
 
     index: int
     text: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     prompt_tokens: int = 0
@@ -127,6 +142,15 @@ class ChatForm(_Form):
             return self._before + json.dumps(text).encode() + self._after
         return self._delta(index, {"content": text}, logprobs)
 
+    def call(self, index: int, number: int, call: Call) -> bytes:
+        """The beginning of a choice's call `number`."""
+        return self._delta(index, {"tool_calls": [{"index": number, **call.as_json()}]})
+
+    def arguments(self, index: int, number: int, text: str) -> bytes:
+        """A piece of the arguments of a choice's call `number`."""
+        part = {"index": number, "function": {"arguments": text}}
+        return self._delta(index, {"tool_calls": [part]})
+
     def end(self, answer: Answer) -> bytes:
         """The last event of a choice."""
         return self._delta(answer.index, {}, finish_reason=answer.finish_reason)
@@ -163,9 +187,13 @@ class ChatForm(_Form):
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         """One choice of a whole answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text)}
+        if answer.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [call.as_json() for call in answer.calls]
         return {
             "index": answer.index,
-            "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
+            "message": {**message, "refusal": None},
             "logprobs": self._logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": answer.finish_reason,
         }

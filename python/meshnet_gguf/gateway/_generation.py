@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import AsyncGenerator, Container, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from meshnet_gguf.client import Finished, FinishReason, Generation, Token
+from meshnet_gguf.client import Event, Finished, FinishReason, Token
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._stops import StopFilter
 from meshnet_gguf.text import Utf8Stream
@@ -37,6 +38,16 @@ class Ended:
     completion_tokens: int
 
 
+class Generating(Protocol):
+    """A generation, as far as it is needed here."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Its events."""
+
+    async def request_cancel(self) -> None:
+        """Asks for its end."""
+
+
 class _Aligned:
     """Tokens beside a text that comes out later than they do."""
 
@@ -58,7 +69,7 @@ class _Aligned:
 
 
 async def pieces_of(
-    generation: Generation, stops: Sequence[str], hidden: Container[int] = ()
+    generation: Generating, stops: Sequence[str], hidden: Container[int] = ()
 ) -> AsyncGenerator[Begun | Piece | Ended, None]:
     """Begun, then pieces, then Ended. Characters and stop strings come whole or not at all.
 

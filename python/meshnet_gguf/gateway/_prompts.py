@@ -21,10 +21,11 @@ from meshnet_gguf.chat import ChatMessage
 from meshnet_gguf.client import Vocabulary
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._requests import ChatRequest, Message
+from meshnet_gguf.gateway._tool_format import GENERIC, ToolFormat, find_format
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["SpecialTexts", "chat_pieces"]
+__all__ = ["SpecialTexts", "chat_pieces", "tool_format"]
 
 _MAX_CUTS = 256
 # The private use area of the basic plane: nobody's text, and one escape in JSON.
@@ -150,28 +151,106 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _template_message(message: Message, marked: _Marked) -> ChatMessage:
+def _template_message(message: Message, marked: _Marked, form: ToolFormat) -> ChatMessage:
     extra: dict[str, Any] = {}
+    content = marked.text(message.text)
     if message.name is not None:
         extra["name"] = marked.text(message.name)
     if message.tool_call_id is not None:
         extra["tool_call_id"] = marked.text(message.tool_call_id)
     if message.reasoning_content is not None:
         extra["reasoning_content"] = marked.text(message.reasoning_content)
-    if message.tool_calls:
+    if message.role == "tool" and not form.writes_calls:
+        return ChatMessage("user", f"<tool_response>\n{content}\n</tool_response>")
+    if message.tool_calls and not form.writes_calls:
+        calls = [
+            form.example(marked.text(call.function.name), marked.text(call.function.arguments))
+            for call in message.tool_calls
+        ]
+        content = "\n".join([content, *calls] if content else calls)
+    elif message.tool_calls:
         extra["tool_calls"] = [
             {
                 "id": marked.text(call.id),
                 "type": "function",
                 "function": {
                     "name": marked.text(call.function.name),
-                    "arguments": marked.data(_arguments(call.function.arguments)),
+                    "arguments": marked.data(
+                        call.function.arguments
+                        if form.arguments_as_text
+                        else _arguments(call.function.arguments)
+                    ),
                 },
             }
             for call in message.tool_calls
         ]
     role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role, marked.text(message.text), extra)
+    return ChatMessage(role, content, extra)
+
+
+def _template_messages(
+    request: ChatRequest, marked: _Marked, form: ToolFormat, tools: Sequence[Mapping[str, Any]]
+) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    answered = False
+    for message in request.messages:
+        turn = _template_message(message, marked, form)
+        if answered and turn.role == "user" and message.role == "tool":
+            # Several answers are one turn: many templates want users and models to alternate.
+            turn = ChatMessage("user", f"{messages.pop().content}\n{turn.content}")
+        answered = message.role == "tool"
+        messages.append(turn)
+    if not tools or form.writes_tools:
+        return messages
+    said, first = _description(marked, form, tools), messages[0]
+    if first.role == "system":
+        return [ChatMessage("system", f"{first.content}\n\n{said}", first.extra), *messages[1:]]
+    if form.system_role:
+        return [ChatMessage("system", said), *messages]
+    return [ChatMessage(first.role, f"{said}\n\n{first.content}", first.extra), *messages[1:]]
+
+
+def _description(marked: _Marked, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The tools, for a template that says nothing about them."""
+    lines = "\n".join(
+        marked.text(json.dumps(tool["function"], ensure_ascii=False)) for tool in tools
+    )
+    example = form.example("NAME", "ARGUMENTS")
+    return (
+        f"You can call these functions, each described by a JSON schema:\n{lines}\n"
+        "To call one, write this, with the function's name and its arguments as a JSON object:\n"
+        f"{example}\nIts result comes in the next message."
+    )
+
+
+def chat_template(vocabulary: Vocabulary, *, with_tools: bool) -> str:
+    """The template for a conversation with or without tools."""
+    template = vocabulary.chat_template
+    return vocabulary.named_chat_templates.get("tool_use", template) if with_tools else template
+
+
+async def tool_format(renderer: TemplateRenderer, vocabulary: Vocabulary) -> ToolFormat:
+    """How the model's template writes calls of tools."""
+    template = chat_template(vocabulary, with_tools=True)
+
+    async def render(
+        messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], begin: bool
+    ) -> str:
+        return await renderer.render(
+            template,
+            messages,
+            tools=tools or None,
+            add_generation_prompt=begin,
+            bos_token=vocabulary.special_text("bos"),
+            eos_token=vocabulary.special_text("eos"),
+        )
+
+    ends = [
+        token.piece.decode("utf-8", "replace")
+        for token in vocabulary.special_tokens
+        if token.token_id in vocabulary.end_of_generation_ids
+    ]
+    return await find_format(render, ends=ends)
 
 
 async def chat_pieces(
@@ -179,27 +258,30 @@ async def chat_pieces(
     vocabulary: Vocabulary,
     specials: SpecialTexts,
     request: ChatRequest,
+    form: ToolFormat = GENERIC,
+    beginning: str = "",
 ) -> list[str]:
     """The conversation as the template writes it, cut where no special token may be read.
+
+    `form` is the template's form of tool calls, `beginning` what the answer is to begin with.
 
     Raises MeshnetError as TemplateRenderer.render() does.
     """
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     if request.tool_choice == "none":
         tools = []
-    template = vocabulary.chat_template
-    if tools:
-        template = vocabulary.named_chat_templates.get("tool_use", template)
+    template = chat_template(vocabulary, with_tools=bool(tools))
     # Of the whole request, so that no part of it can look like the marker.
     marker = _marker_for(template + request.model_dump_json())
     marked = _Marked(specials, marker)
     rendered = await renderer.render(
         template,
-        [_template_message(message, marked) for message in request.messages],
+        _template_messages(request, marked, form, tools),
         tools=[{"type": "function", "function": marked.data(tool["function"])} for tool in tools]
-        or None,
+        if tools and form.writes_tools
+        else None,
         variables=marked.data(request.chat_template_kwargs or {}),
         bos_token=vocabulary.special_text("bos"),
         eos_token=vocabulary.special_text("eos"),
     )
-    return specials.pieces(rendered, marker)
+    return specials.pieces(rendered + beginning, marker)

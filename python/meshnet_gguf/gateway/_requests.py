@@ -209,6 +209,13 @@ class ChatRequest(SamplingRequest):
     modalities: list[Literal["text"]] | None = None
 
     @property
+    def with_tools(self) -> bool:
+        """Whether tools or their calls occur in it."""
+        return bool(self.tools) or any(
+            message.tool_calls or message.role == "tool" for message in self.messages
+        )
+
+    @property
     def length(self) -> int | None:
         """The longest answer in tokens; None for as long as the context allows."""
         return self.max_completion_tokens or self.max_tokens

@@ -19,11 +19,21 @@ from typing import Any
 
 from meshnet_gguf.client import Route, SamplingParams, Session, Token
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gateway._answers import Answer, ChatForm, CompletionForm, TokenLogprobs, Usage
+from meshnet_gguf.gateway._answers import (
+    Answer,
+    Call,
+    ChatForm,
+    CompletionForm,
+    TokenLogprobs,
+    Usage,
+)
 from meshnet_gguf.gateway._failures import RequestError
 from meshnet_gguf.gateway._generation import Begun, Ended, Piece, pieces_of
 from meshnet_gguf.gateway._prompts import chat_pieces
 from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, SamplingRequest
+from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse, check_tools, tool_use
+from meshnet_gguf.gateway._tool_format import GENERIC
+from meshnet_gguf.gateway._tool_parser import CallArguments, CallBegun, Content, ToolEvent
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
 from meshnet_gguf.gateway.routes import ModelText, ServedModel, report
 from meshnet_gguf.gateway.template_process import TemplateRenderer
@@ -58,6 +68,7 @@ class _Job:
     index: int
     token_ids: list[int]
     sampling: SamplingParams
+    tools: ToolUse | None = None
 
 
 class Answering:
@@ -127,13 +138,20 @@ class Answering:
 
     async def _choice(self, number: int) -> AsyncGenerator[bytes, None]:
         job, session, answer = self._jobs[number], self._sessions[number], self.answers[number]
-        generation = session.generate(
-            job.token_ids,
-            job.sampling,
-            max_tokens=self._length or max(1, session.context_tokens - len(job.token_ids)),
-            ignore_end_of_generation=self._request.ignore_eos,
-        )
-        async for part in pieces_of(generation, self._request.stops, self._controls):
+        max_tokens = self._length or max(1, session.context_tokens - len(job.token_ids))
+        if job.tools is None:
+            generation = session.generate(
+                job.token_ids,
+                job.sampling,
+                max_tokens=max_tokens,
+                ignore_end_of_generation=self._request.ignore_eos,
+            )
+            parts: AsyncGenerator[Begun | Piece | ToolEvent | Ended, None] = pieces_of(
+                generation, self._request.stops, self._controls
+            )
+        else:
+            parts = self._tool_run(job, session, job.tools, max_tokens).parts()
+        async for part in parts:
             if isinstance(part, Piece):
                 logprobs = await self._logprobs(part.tokens) if job.sampling.logprobs else ()
                 self.shown = True
@@ -143,12 +161,44 @@ class Answering:
                 yield self.form.text(job.index, part.text, logprobs)
             elif isinstance(part, Begun):
                 yield self.form.start(job.index)
+            elif isinstance(part, (CallBegun, CallArguments, Content)):
+                yield self._called(answer, part)
             else:
                 self._end(answer, part)
                 yield self.form.end(answer)
 
+    def _tool_run(self, job: _Job, session: Session, use: ToolUse, max_tokens: int) -> ToolRun:
+        async def tokenize(text: str) -> list[int]:
+            return await self._text.tokenize(
+                self._head, text, add_special=False, parse_special=True
+            )
+
+        return ToolRun(
+            use,
+            session,
+            job.token_ids,
+            job.sampling,
+            tokenize=tokenize,
+            hidden=self._controls,
+            visible=self._text.tokens_in(use.form.marks),
+            stops=self._request.stops,
+            max_tokens=max_tokens,
+            ignore_end_of_generation=self._request.ignore_eos,
+        )
+
+    def _called(self, answer: Answer, part: ToolEvent) -> bytes:
+        assert isinstance(self.form, ChatForm)
+        self.shown = True
+        if isinstance(part, CallBegun):
+            answer.calls.append(Call(part.call_id, part.name))
+            return self.form.call(answer.index, part.index, answer.calls[-1])
+        assert isinstance(part, CallArguments)
+        answer.calls[part.index].arguments.append(part.text)
+        return self.form.arguments(answer.index, part.index, part.text)
+
     def _end(self, answer: Answer, ended: Ended) -> None:
-        answer.finish_reason = ended.reason
+        called = answer.calls and ended.reason == "stop"
+        answer.finish_reason = "tool_calls" if called else ended.reason
         answer.prompt_tokens = len(self._jobs[answer.index].token_ids)
         answer.completion_tokens = ended.completion_tokens
 
@@ -299,8 +349,18 @@ class Serving:
     async def _jobs(
         self, request: ChatRequest | CompletionRequest, route: Route, text: ModelText
     ) -> list[_Job]:
+        use = None
         if isinstance(request, ChatRequest):
-            pieces = await chat_pieces(self._renderer, text.vocabulary, text.specials, request)
+            form = await text.tool_format(self._renderer) if request.with_tools else GENERIC
+            use = tool_use(request, form)
+            pieces = await chat_pieces(
+                self._renderer,
+                text.vocabulary,
+                text.specials,
+                request,
+                form,
+                "" if use is None else use.beginning,
+            )
             prompts = [
                 [
                     token_id
@@ -328,6 +388,7 @@ class Serving:
                 index,
                 prompts[index // (request.n or 1)],
                 dataclasses.replace(sampling, seed=request.seed_of(index, random_seed)),
+                use,
             )
             for index in range(len(prompts) * (request.n or 1))
         ]
@@ -389,8 +450,7 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
                 "expected json_schema with the type json_schema, and with no other",
                 "response_format",
             )
-        if request.tools and request.tool_choice != "none":
-            raise unsupported("tools", "this server does not read tool calls yet")
+        check_tools(request)
         return
     if request.suffix:
         raise unsupported("suffix", "this server does not fill in before a suffix; leave it away")

@@ -26,7 +26,9 @@ from meshnet_gguf.client import (
     open_route,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gateway._prompts import SpecialTexts
+from meshnet_gguf.gateway._prompts import SpecialTexts, tool_format
+from meshnet_gguf.gateway._tool_format import ToolFormat
+from meshnet_gguf.gateway.template_process import TemplateRenderer
 from meshnet_gguf.route_source import (
     OpenedRoute,
     Outcome,
@@ -193,6 +195,7 @@ class ModelText:
         )
         self._pieces: dict[int, bytes] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZER_CALLS)
+        self._tool_format: ToolFormat | None = None
 
     async def tokenize(
         self, head: WorkerClient, text: str, *, add_special: bool, parse_special: bool
@@ -200,6 +203,22 @@ class ModelText:
         """Token ids of `text`, see WorkerClient.tokenize. Raises MeshnetError."""
         async with self._tokenizing:
             return await head.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    async def tool_format(self, renderer: TemplateRenderer) -> ToolFormat:
+        """How the model's template writes calls of tools, found once. Raises MeshnetError."""
+        if self._tool_format is None:
+            self._tool_format = await tool_format(renderer, self.vocabulary)
+        return self._tool_format
+
+    def tokens_in(self, text: str) -> frozenset[int]:
+        """The special tokens whose text stands in `text`, without those that end a generation."""
+        return frozenset(
+            token.token_id
+            for token in self.vocabulary.special_tokens
+            if token.token_id not in self.vocabulary.end_of_generation_ids
+            and len(token.piece) > 1
+            and token.piece.decode("utf-8", "replace") in text
+        )
 
     async def pieces(self, head: WorkerClient, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token. Raises MeshnetError."""
