@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
 import time
@@ -162,6 +163,9 @@ class _Load:
                 pb.HeartbeatRequest(worker_id=name, generation=generations[index], load=load)
             )
         self._random.shuffle(self._beats)
+        # This process's own pauses are not the tracker's.
+        gc.collect()
+        gc.freeze()
 
     def _in_flight(self) -> Iterator[Any]:
         return itertools.islice(itertools.cycle(self._stubs), _IN_FLIGHT)

@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -67,6 +68,7 @@ class CallRecord:
     bytes_to_caller: int
     # "completed", or the reason why not.
     outcome: str
+    seconds: float
 
 
 @dataclass
@@ -85,6 +87,7 @@ class _Call:
     frames: list[int] = field(default_factory=lambda: [0, 0])
     byte_counts: list[int] = field(default_factory=lambda: [0, 0])
     open_directions: int = 2
+    began: float = field(default_factory=time.perf_counter)
 
     def end(self, error: ControlError | None) -> None:
         if not self.ended.done():
@@ -113,6 +116,12 @@ class Relay:
         self._calls: dict[str, _Call] = {}
         self._refused = telemetry.refused
         self._finished = telemetry.counter("calls_finished_total", "Calls over.", ("outcome",))
+        self._taking = telemetry.histogram(
+            "take_up_seconds", "From a call's first frame until its callee took it up."
+        )
+        self._lasting = telemetry.histogram(
+            "stream_seconds", "From a call's first frame to its end.", ("outcome",), streams=True
+        )
         self._frames = telemetry.counter("frames_total", "Frames carried.", ("direction",))
         self._bytes = telemetry.counter("bytes_total", "Bytes carried.", ("direction",))
         telemetry.gauge("listeners", "Peers that listen.", lambda: len(self._listeners))
@@ -163,6 +172,7 @@ class Relay:
             await abort(context, error)
         try:
             callee = await self._taken_up(call)
+            self._taking.observe(time.perf_counter() - call.began)
             opened = pb.RelayFrame(opened=pb.RelayOpened())
             await context.write(opened.SerializeToString())
             await self._carry(call, context, callee, 0)
@@ -332,6 +342,8 @@ class Relay:
         error = call.ended.result()
         outcome = "completed" if error is None else error.reason.name
         self._finished.labels(outcome).inc()
+        seconds = time.perf_counter() - call.began
+        self._lasting.labels(outcome).observe(seconds)
         for way, name in enumerate(("to_callee", "to_caller")):
             self._frames.labels(name).inc(call.frames[way])
             self._bytes.labels(name).inc(call.byte_counts[way])
@@ -346,6 +358,7 @@ class Relay:
                 call.frames[1],
                 call.byte_counts[1],
                 outcome,
+                seconds,
             )
         )
 

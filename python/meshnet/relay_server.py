@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import pathlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,10 +17,10 @@ from dataclasses import dataclass, field
 
 from absl import app, flags
 
-from meshnet.errors import ControlError, Reason
+from meshnet.errors import ControlError
 from meshnet.relay import CallRecord, Relay, RelayOptions
 from meshnet.telemetry import Telemetry
-from meshnet.transport import TlsFiles, bind, make_server
+from meshnet.transport import Security, TlsFiles, bind, make_server
 
 __all__ = ["RelaySettings", "run", "serve", "settings_from_flags"]
 
@@ -34,8 +33,7 @@ class RelaySettings:
 
     listen: str = "127.0.0.1:0"
     metrics_listen: str = ""
-    tls: TlsFiles | None = None
-    insecure: bool = False
+    security: Security = Security()  # noqa: RUF009 - immutable
     options: RelayOptions = field(default_factory=RelayOptions)
     # Gets every call that is over; None: a line of JSON on stderr.
     record: Callable[[CallRecord], None] | None = None
@@ -49,11 +47,11 @@ async def serve(settings: RelaySettings) -> AsyncIterator[tuple[str, int]]:
         relay = Relay(telemetry, settings.options, settings.record)
         server = make_server()
         server.add_generic_rpc_handlers((relay.handler(),))
-        port = bind(server, settings.listen, settings.tls, insecure=settings.insecure)
+        port = bind(server, settings.listen, settings.security)
         metrics_port = 0
         if settings.metrics_listen:
             metrics_port = stack.enter_context(
-                telemetry.serve(settings.metrics_listen, insecure=settings.insecure)
+                telemetry.serve(settings.metrics_listen, settings.security)
             )
         await server.start()
         stack.push_async_callback(server.stop, _FAREWELL_SECONDS)
@@ -74,16 +72,11 @@ def _log(event: str, **fields: object) -> None:
 
 def settings_from_flags() -> RelaySettings:
     """What the command line says. Raises ControlError (CONFIGURATION_INVALID)."""
-    named = [flag.value for flag in (_CERT, _KEY, _CA)]
-    if any(named) and not all(named):
-        raise ControlError(
-            Reason.CONFIGURATION_INVALID, "expected --tls_cert, --tls_key and --tls_ca together"
-        )
+    tls = TlsFiles.named(_CERT.value, _KEY.value, _CA.value)
     return RelaySettings(
         listen=_LISTEN.value,
         metrics_listen=_METRICS.value,
-        tls=TlsFiles(*(pathlib.Path(name) for name in named)) if all(named) else None,
-        insecure=_INSECURE.value,
+        security=Security(tls, _INSECURE.value),
     )
 
 

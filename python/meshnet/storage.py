@@ -12,7 +12,8 @@ the one row in `revisions` first: that orders the transactions of all trackers, 
 read up to a revision misses nothing below it. For the same reason a rule, which runs inside of a
 transaction, sees everything that was committed before and nothing changes under it.
 
-A SQLite file belongs to one tracker at a time, which holds a lock beside it.
+A SQLite file belongs to one tracker at a time, which holds a lock beside it. Its write-ahead log is
+brought into the file by a thread of its own, so that no commit waits for the disk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,6 +61,10 @@ _Answer = TypeVar("_Answer")
 # Between two commits of patient writes: a lone one is committed at once, under load more go into
 # one, since a commit costs as much as many rows.
 _REST_SECONDS: Final = 0.004
+# SQLite: how often its log is brought into the file, and after how many pages (256 MiB) a commit
+# does so itself, if that has not kept up.
+_CHECKPOINT_SECONDS: Final = 0.5
+_LOG_PAGES: Final = 1 << 16
 _METADATA = sa.MetaData()
 _SCHEMA_VERSION: Final = 2
 
@@ -310,15 +317,20 @@ class Storage:
         # Whether this tracker is the only one: then nothing changes but by its own hand.
         self.exclusive = lock is not None
         self._lock = lock
+        self._url = url
         self._insert: Any = sqlite.insert if lock is not None else postgresql.insert
         self._statements: dict[object, Any] = {}
         self._seen = 0
         # Revisions of its own that are committed and lie behind `_seen`.
         self._own: collections.deque[int] = collections.deque()
+        # The revision of the transaction under way, once it has one; set when its outcome is known.
+        self._under_way: int | None = None
+        self._settled = asyncio.Event()
         self._pending: list[_Pending] = []
         self._wake = asyncio.Event()
         self._hurry = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
+        self._checkpoints: _Checkpoints | None = None
         self._reading = asyncio.Lock()
         self._closing = False
         self._dispose: Callable[[], Awaitable[None]]
@@ -371,6 +383,9 @@ class Storage:
                 "use a tracker of that version or another database",
             )
         self._writer = asyncio.create_task(self._write_forever())
+        if self.exclusive:
+            assert self._url.database is not None
+            self._checkpoints = _Checkpoints(self._url.database)
 
     def _make_tables(self, connection: sa.Connection) -> int:
         """The version of the tables that are there now."""
@@ -389,6 +404,8 @@ class Storage:
         self._hurry.set()
         if self._writer is not None:
             await self._writer
+        if self._checkpoints is not None:
+            await asyncio.to_thread(self._checkpoints.close)
         await self._write_line.close()
         await self._read_line.close()
         await self._dispose()
@@ -452,11 +469,16 @@ class Storage:
 
     async def _commit(self, batch: Sequence[_Pending]) -> None:
         rules = [pending.rule for pending in batch]
-        revision, answers = await self._write_line.run(
-            lambda connection: self._apply(connection, rules)
-        )
-        if not self.exclusive:
-            self._own.append(revision)
+        self._settled.clear()
+        try:
+            revision, answers = await self._write_line.run(
+                lambda connection: self._apply(connection, rules)
+            )
+            if not self.exclusive:
+                self._own.append(revision)
+        finally:
+            self._under_way = None
+            self._settled.set()
         for pending, answer in zip(batch, answers, strict=True):
             if pending.done.done():
                 continue
@@ -470,6 +492,7 @@ class Storage:
     ) -> tuple[int, list[Any]]:
         """The transaction's revision, and answers of the rules or what they raised."""
         revision = connection.execute(self._cached("bump", _bump)).scalar_one()
+        self._under_way = revision
         transaction = _Transaction(self, connection, revision)
         answers: list[Any] = []
         for rule in rules:
@@ -522,6 +545,9 @@ class Storage:
     async def changes(self) -> Changes:
         """Everything at the first call; later what others wrote since the last one."""
         newest = (await self.query(sa.select(_REVISIONS.c.revision)))[0]["revision"]
+        if self._under_way is not None and self._under_way <= newest:
+            # Committed, by us or, if ours failed, by another: ours are not to be read again.
+            await self._settled.wait()
         since, first = self._seen, self._seen == 0
         own = sum(since < revision <= newest for revision in self._own)
         if own == newest - since and not first:  # nobody else wrote anything
@@ -648,6 +674,32 @@ def _lock_file(url: sa.URL) -> int:
     return lock
 
 
+class _Checkpoints:
+    """Brings a SQLite file's log into the file, again and again, until close().
+
+    A checkpoint waits for the disk, 50 to 200 ms on an ordinary one. The one that SQLite makes by
+    itself is part of some commit, and everybody waits with it; this kind keeps nobody waiting.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
+            while not self._ended.wait(_CHECKPOINT_SECONDS):
+                # A disk that is full is for the writer to report.
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def close(self) -> None:
+        """Returns once it has ended."""
+        self._ended.set()
+        self._thread.join()
+
+
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     """Readers beside the writer, and no fsync a commit: a killed process loses nothing by that.
 
@@ -656,5 +708,6 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
     cursor.execute("PRAGMA busy_timeout=10000")
     cursor.close()

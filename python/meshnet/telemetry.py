@@ -13,17 +13,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client as prometheus
 
 from meshnet.errors import ControlError, Reason
-from meshnet.transport import is_loopback
+from meshnet.transport import Security, check_listen, follow_files, is_loopback
 
 __all__ = ["Telemetry", "serve_metrics"]
 
 _Answer = TypeVar("_Answer")
 _LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+# Of what lasts as long as a conversation.
+_STREAM_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 600, 1800, 3600)
 
 
 class Telemetry:
@@ -37,12 +39,8 @@ class Telemetry:
         self._methods: dict[str, tuple[prometheus.Counter, prometheus.Histogram]] = {}
         self._calls = self.counter("calls_total", "Calls by method.", ("method",))
         self._refusals = self.counter("refusals_total", "Refused calls.", ("method", "reason"))
-        self._seconds = prometheus.Histogram(
-            f"{self._prefix}_call_seconds",
-            "How long calls take that are no streams.",
-            ("method",),
-            registry=self.registry,
-            buckets=_LATENCY_BUCKETS,
+        self._seconds = self.histogram(
+            "call_seconds", "How long calls take that are no streams.", ("method",)
         )
 
     def counter(
@@ -51,6 +49,18 @@ class Telemetry:
         """A number that only grows."""
         return prometheus.Counter(
             f"{self._prefix}_{name}", help_text, labels, registry=self.registry
+        )
+
+    def histogram(
+        self, name: str, help_text: str, labels: tuple[str, ...] = (), *, streams: bool = False
+    ) -> prometheus.Histogram:
+        """Times in seconds: of calls, or of streams, which may last."""
+        return prometheus.Histogram(
+            f"{self._prefix}_{name}",
+            help_text,
+            labels,
+            registry=self.registry,
+            buckets=_STREAM_BUCKETS if streams else _LATENCY_BUCKETS,
         )
 
     def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
@@ -67,10 +77,10 @@ class Telemetry:
         return prometheus.generate_latest(self.registry).decode()
 
     def serve(
-        self, listen: str, *, insecure: bool = False
+        self, listen: str, security: Security | None = None
     ) -> contextlib.AbstractContextManager[int]:
         """As serve_metrics()."""
-        return serve_metrics(self.registry, listen, insecure=insecure)
+        return serve_metrics(self.registry, listen, security)
 
     def _of(self, method: str) -> tuple[prometheus.Counter, prometheus.Histogram]:
         """A method's counter and histogram: finding them by label takes longer than counting."""
@@ -96,21 +106,36 @@ class Telemetry:
 
 @contextlib.contextmanager
 def serve_metrics(
-    registry: prometheus.CollectorRegistry, listen: str, *, insecure: bool = False
+    registry: prometheus.CollectorRegistry, listen: str, security: Security | None = None
 ) -> Iterator[int]:
     """Serves /metrics on HOST:PORT while the block runs; gives the port.
 
-    Raises ControlError: INSECURE_TRANSPORT for an address beyond loopback without `insecure`,
-    CONFIGURATION_INVALID.
+    On loopback in plaintext; beyond it by mutual TLS, or in plaintext where `security` says so.
+
+    Raises ControlError: INSECURE_TRANSPORT, CONFIGURATION_INVALID.
     """
-    if not insecure and not is_loopback(listen):
-        raise ControlError(
-            Reason.INSECURE_TRANSPORT,
-            f"expected a loopback address for metrics, got {listen}; or say --insecure",
-        )
+    security = security or Security()
+    tls = None if is_loopback(listen) else security.tls
+    check_listen(listen, secured=tls is not None, insecure=security.insecure)
     host, _, port = listen.rpartition(":")
     try:
-        server, thread = prometheus.start_http_server(int(port), host.strip("[]"), registry)
+        if tls is None:
+            server, thread = prometheus.start_http_server(int(port), host.strip("[]"), registry)
+        else:
+            tls.checked()
+            server, thread = prometheus.start_http_server(
+                int(port),
+                host.strip("[]"),
+                registry,
+                certfile=str(tls.certificate),
+                keyfile=str(tls.key),
+                client_cafile=str(tls.authority),
+                client_auth_required=True,
+            )
+            listening: Any = server.socket
+            follow_files(listening.context, tls)
+            # By the thread of each connection: one that says nothing must not keep the others out.
+            listening.do_handshake_on_connect = False
     except (OSError, ValueError) as error:
         raise ControlError(
             Reason.CONFIGURATION_INVALID, f"expected to serve metrics on {listen}: {error}"

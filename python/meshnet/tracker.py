@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -552,16 +553,12 @@ class Tracker:
         return pb.PutCertificationResponse(record_id=found.record_id)
 
     async def list_workers(self, request: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
-        """All workers with a lease."""
+        """Workers with a lease: all, or those that are asked for."""
+        _check_range("max_nodes", request.max_nodes, 0, _MAX_UNITS)
         await self._catch_up()
         now = self._clock.now_ms()
         answer = pb.ListWorkersResponse()
-        for worker_id in sorted(self._workers):
-            worker = self._workers[worker_id]
-            if worker.expires_ms <= now:
-                continue
-            if request.model_id and worker.registration.model_id != request.model_id:
-                continue
+        for worker in self._wanted(request, now):
             admission, reason = self._admission(worker.lane)
             sessions = max(worker.load.open_sessions, worker.assigned)
             unroutable = ""
@@ -581,6 +578,31 @@ class Tracker:
                 unroutable=unroutable,
             )
         return answer
+
+    def _wanted(self, request: pb.ListWorkersRequest, now: int) -> list[_Worker]:
+        """The workers that a request asks for, by their ids."""
+        beside = request.beside if request.HasField("beside") else None
+        found = [
+            worker
+            for worker_id, worker in sorted(self._workers.items())
+            if worker.expires_ms > now
+            and request.model_id in ("", worker.registration.model_id)
+            and request.fingerprint in ("", worker.registration.fingerprint)
+            and (
+                not request.other_than_node_id
+                or worker.registration.node_id != request.other_than_node_id
+            )
+            and (beside is None or _is_beside(worker.registration, beside))
+        ]
+        if not request.max_nodes:
+            return found
+        first_of_node = {worker.registration.node_id: worker for worker in reversed(found)}
+        nodes = sorted(first_of_node)
+        count = min(request.max_nodes, len(nodes))
+        # Spread over all, so that no node is left out by all for its name.
+        begin = zlib.crc32(request.other_than_node_id.encode()) % max(len(nodes), 1)
+        chosen = [nodes[(begin + i * len(nodes) // count) % len(nodes)] for i in range(count)]
+        return [first_of_node[node] for node in sorted(chosen)]
 
     async def get_status(self, _request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """Counts and settings."""
@@ -839,6 +861,13 @@ def _no_session(session_id: str) -> ControlError:
         Reason.SESSION_UNKNOWN,
         f"no open session {session_id}: it was closed or ran out; select a route anew",
     )
+
+
+def _is_beside(registration: pb.Registration, span: pb.Span) -> bool:
+    """Whether a worker could be next to a span of its model on a route, at the way back, too."""
+    begin, end, units = registration.span.begin, registration.span.end, registration.model_units
+    closes = (span.begin == 0 and end == units) or (span.end == units and begin == 0)
+    return end == span.begin or begin == span.end or closes
 
 
 def _seams(measurements: Iterable[pb.SeamMeasurement]) -> Mapping[str, Seam]:

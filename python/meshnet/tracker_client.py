@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc.aio
 
 from meshnet.errors import ControlError, Reason, error_from_rpc
-from meshnet.transport import TlsFiles, dial
+from meshnet.transport import Line, Security
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 from proto.meshnet.control.v1 import tracker_pb2_grpc
 
@@ -44,8 +44,7 @@ class TrackerClient:
         self,
         endpoints: Sequence[str],
         *,
-        tls: TlsFiles | None = None,
-        insecure: bool = False,
+        security: Security | None = None,
         timeout: float = 5.0,
     ) -> None:
         if not endpoints:
@@ -54,10 +53,7 @@ class TrackerClient:
             )
         self.endpoints = tuple(endpoints)
         self.timeout = timeout
-        self._channels = [dial(endpoint, tls, insecure=insecure) for endpoint in endpoints]
-        self._stubs: list[Any] = [
-            tracker_pb2_grpc.TrackerServiceStub(channel) for channel in self._channels
-        ]
+        self._lines = [Line(endpoint, security) for endpoint in endpoints]
         self._preferred = 0
 
     async def __aenter__(self) -> Self:
@@ -75,7 +71,7 @@ class TrackerClient:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await asyncio.gather(*(channel.close(None) for channel in self._channels))
+        await asyncio.gather(*(line.close() for line in self._lines))
 
     async def register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
         """Adds or replaces a worker."""
@@ -126,10 +122,11 @@ class TrackerClient:
     ) -> _Answer:
         first = self._preferred
         failure: ControlError | None = None
-        for offset in range(len(self._stubs)):
-            index = (first + offset) % len(self._stubs)
+        for offset in range(len(self._lines)):
+            index = (first + offset) % len(self._lines)
+            stub: Any = self._lines[index].stub(tracker_pb2_grpc.TrackerServiceStub)
             try:
-                answer = await method(self._stubs[index])(request, timeout=self.timeout)
+                answer = await method(stub)(request, timeout=self.timeout)
             except grpc.aio.AioRpcError as error:
                 failure = error_from_rpc(error)
                 if failure.reason not in _GONE:

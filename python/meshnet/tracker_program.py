@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from meshnet.errors import ControlError, Reason
+from meshnet.clock import SystemClock
+from meshnet.collection import collect_in_small_steps
+from meshnet.errors import ControlError
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.tracker import TrackerOptions
 from meshnet.tracker_server import TrackerServer, TrackerSettings
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security, TlsFiles
 
 __all__ = ["run", "settings_from_flags"]
 
@@ -48,14 +50,7 @@ _INSECURE = flags.DEFINE_bool("insecure", False, "Serve beyond loopback without 
 
 def settings_from_flags() -> TrackerSettings:
     """What the command line says. Raises ControlError (CONFIGURATION_INVALID)."""
-    named = [bool(flag.value) for flag in (_CERT, _KEY, _CA)]
-    if any(named) and not all(named):
-        raise ControlError(
-            Reason.CONFIGURATION_INVALID, "expected --tls_cert, --tls_key and --tls_ca together"
-        )
-    tls = None
-    if all(named):
-        tls = TlsFiles(*(pathlib.Path(flag.value) for flag in (_CERT, _KEY, _CA)))
+    tls = TlsFiles.named(_CERT.value, _KEY.value, _CA.value)
     options = TrackerOptions(
         lease_ms=_LEASE.value,
         session_ttl_ms=_TTL.value,
@@ -68,8 +63,7 @@ def settings_from_flags() -> TrackerSettings:
         database=_DATABASE.value,
         listen=_LISTEN.value,
         metrics_listen=_METRICS.value,
-        tls=tls,
-        insecure=_INSECURE.value,
+        security=Security(tls, _INSECURE.value),
         tracker_id=_ID.value,
         options=options,
     )
@@ -89,7 +83,9 @@ async def run(settings: TrackerSettings) -> None:
         if settings.options.admit_dark:
             _log("warning", message="dark lanes are admitted: routes may be uncertified")
         _log("listening", address=server.endpoint, metrics_port=server.metrics_port)
+        collecting = asyncio.create_task(collect_in_small_steps(SystemClock()))
         await ended.wait()
+        collecting.cancel()
         _log("stopping")
 
 

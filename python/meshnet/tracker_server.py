@@ -21,7 +21,7 @@ from meshnet.errors import ControlError, abort
 from meshnet.storage import Storage
 from meshnet.telemetry import Telemetry
 from meshnet.tracker import Tracker, TrackerOptions
-from meshnet.transport import TlsFiles, bind, make_server
+from meshnet.transport import Security, bind, make_server
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 from proto.meshnet.control.v1 import tracker_pb2_grpc
 
@@ -39,8 +39,7 @@ class TrackerSettings:
     database: str
     listen: str = "127.0.0.1:0"
     metrics_listen: str = ""
-    tls: TlsFiles | None = None
-    insecure: bool = False
+    security: Security = Security()  # noqa: RUF009 - immutable
     tracker_id: str = ""
     options: TrackerOptions = field(default_factory=TrackerOptions)
 
@@ -78,11 +77,11 @@ class TrackerServer(tracker_pb2_grpc.TrackerServiceServicer):
             server = cls(tracker, Telemetry("tracker"))
             rpc = make_server()
             tracker_pb2_grpc.add_TrackerServiceServicer_to_server(server, rpc)
-            port = bind(rpc, settings.listen, settings.tls, insecure=settings.insecure)
+            port = bind(rpc, settings.listen, settings.security)
             server.endpoint = f"{settings.listen.rpartition(':')[0]}:{port}"
             if settings.metrics_listen:
                 server.metrics_port = stack.enter_context(
-                    server.telemetry.serve(settings.metrics_listen, insecure=settings.insecure)
+                    server.telemetry.serve(settings.metrics_listen, settings.security)
                 )
             await rpc.start()
             stack.push_async_callback(rpc.stop, _FAREWELL_SECONDS)

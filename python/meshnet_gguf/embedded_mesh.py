@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from meshnet.signing import SigningKey
 from meshnet.tracker import TrackerOptions
 from meshnet.tracker_server import TrackerServer, TrackerSettings
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security
 
 from meshnet_gguf import progress
 from meshnet_gguf.client import LayerRange
@@ -51,8 +51,7 @@ class Place:
     """
 
     listen: str
-    tls: TlsFiles | None = None
-    insecure: bool = False
+    security: Security = Security()  # noqa: RUF009 - immutable
 
     @property
     def any_port(self) -> str:
@@ -101,8 +100,7 @@ def node_config(
         listen=place.any_port,
         route_token_keys=token_keys,
         worker_flags=flags,
-        tls=place.tls,
-        insecure=place.insecure,
+        security=place.security,
         supervision=Supervision(drain_ms=_DRAIN_MS),
     )
 
@@ -184,8 +182,7 @@ class EmbeddedMesh:
             settings = TrackerSettings(
                 database=f"sqlite:///{self._folder}/tracker.db",
                 listen=place.listen,
-                tls=place.tls,
-                insecure=place.insecure,
+                security=place.security,
                 options=TrackerOptions(admit_dark=True, token_key=SigningKey.load(key_file)),
             )
             tracker = await stack.enter_async_context(TrackerServer.start(settings))

@@ -17,10 +17,18 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from meshnet.errors import ControlError
 
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["MeshnetError", "from_rpc_error", "options_of", "reason_in_details", "reason_name"]
+__all__ = [
+    "MeshnetError",
+    "from_control_error",
+    "from_rpc_error",
+    "options_of",
+    "reason_in_details",
+    "reason_name",
+]
 
 _DOMAIN = "meshnet"
 _ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
@@ -116,6 +124,14 @@ class MeshnetError(Exception):
             stage_end=end,
             retry_after_ms=self.retry_after_ms,
         )
+
+
+def from_control_error(error: ControlError) -> MeshnetError:
+    """Of the control plane: the same reason, or ENGINE_FAILURE for one that is its own."""
+    value = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(_PREFIX + error.reason.name)
+    if value is None:
+        return MeshnetError(errors_pb2.REASON_ENGINE_FAILURE, str(error))
+    return MeshnetError(value.number, error.message)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshnetError:

@@ -1,6 +1,6 @@
 """Joining a mesh that runs: what it serves, what it lacks, and which layers help it most.
 
-    mesh = await look(["10.0.0.5:7100"], tls=tls)
+    mesh = await look(["10.0.0.5:7100"], security=security)
     proposal = propose(shape, mesh.spans, memory_bytes=budget)
 
 A machine that joins takes layers between boundaries that others already have, so that routes go
@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshnet.tracker_client import TrackerClient
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security
 
 from meshnet_gguf.client import Capability, LayerRange, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.machine import cores
 from meshnet_gguf.plan import Line, Machine, ModelShape, evaluate
 from meshnet_gguf.plan_inputs import measured_machines
-from meshnet_gguf.route_source import worker_credentials
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -95,15 +94,14 @@ async def look(
     trackers: Sequence[str],
     *,
     model_id: str = "",
-    tls: TlsFiles | None = None,
-    insecure: bool = False,
+    security: Security | None = None,
 ) -> MeshView:
     """Asks a tracker, and one of the workers what exactly it runs.
 
     Raises ControlError; MeshnetError: NOT_SERVED when the mesh serves several models and none of
     this name, and what the worker says.
     """
-    async with TrackerClient(trackers, tls=tls, insecure=insecure) as tracker:
+    async with TrackerClient(trackers, security=security) as tracker:
         status = await tracker.get_status()
         began = time.perf_counter()
         answer = await tracker.list_workers(tracker_pb2.ListWorkersRequest())
@@ -126,10 +124,7 @@ async def look(
     capability = None
     dialled = [worker.registration for worker in workers if not worker.registration.relay]
     if dialled:
-        client = WorkerClient(
-            dialled[0].endpoint, credentials=worker_credentials(tls), allow_insecure=insecure
-        )
-        async with client:
+        async with WorkerClient(dialled[0].endpoint, security=security) as client:
             capability = await client.capability()
     return MeshView(model_id, status.token_public_key, tuple(workers), capability, round_trip_us)
 

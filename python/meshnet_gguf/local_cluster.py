@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from meshnet_gguf.client import LayerRange, TlsCredentials, WorkerClient
+from meshnet.transport import Security
+
+from meshnet_gguf.client import LayerRange, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.logged_process import LoggedProcess, start_logged
 from meshnet_gguf.machine import cores
@@ -160,8 +162,7 @@ class WorkerProcess(LoggedProcess):
         self,
         within: float,
         *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
     ) -> None:
         """Waits until the worker serves.
 
@@ -177,9 +178,7 @@ class WorkerProcess(LoggedProcess):
                 f"expected worker {self.pid} to listen within {within:g} s; its log ends with\n"
                 f"{self.log_tail()}",
             ) from error
-        async with WorkerClient(
-            endpoint, credentials=credentials, allow_insecure=allow_insecure
-        ) as client:
+        async with WorkerClient(endpoint, security=security) as client:
             ready = asyncio.create_task(client.wait_ready(within))
             ended = asyncio.create_task(self.wait())
             try:
@@ -230,16 +229,14 @@ class LocalCluster:
         ready_within: float = 120.0,
         binary: pathlib.Path | None = None,
         environment: Mapping[str, str] | None = None,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
     ) -> None:
         self.workers: list[WorkerProcess] = []
         self._specs = tuple(specs)
         self._ready_within = ready_within
         self._binary = binary
         self._environment = environment
-        self._credentials = credentials
-        self._allow_insecure = allow_insecure
+        self._security = security
         self._logs: pathlib.Path | None = None
 
     @property
@@ -291,11 +288,7 @@ class LocalCluster:
         return worker
 
     async def _ready(self, worker: WorkerProcess) -> None:
-        await worker.wait_ready(
-            self._ready_within,
-            credentials=self._credentials,
-            allow_insecure=self._allow_insecure,
-        )
+        await worker.wait_ready(self._ready_within, security=self._security)
 
     async def _stop(self, grace: float) -> None:
         await asyncio.gather(*(worker.stop(grace) for worker in self.workers))

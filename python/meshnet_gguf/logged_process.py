@@ -13,7 +13,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ async def start_logged(
         )
 
 
+def _record(line: str) -> dict[str, object] | None:
+    """A line that is a JSON object; None for any other."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 class LoggedProcess:
     """A running program and its log."""
 
@@ -64,13 +73,26 @@ class LoggedProcess:
 
     def log_records(self) -> list[dict[str, object]]:
         """The log's JSON lines; other lines (a crash report) are left out."""
-        records = []
-        for line in self.log.read_text("utf-8", "replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    records.append(record)
-        return records
+        lines = self.log.read_text("utf-8", "replace").splitlines()
+        return [record for line in lines if (record := _record(line)) is not None]
+
+    async def follow(self, *names: str) -> AsyncIterator[dict[str, object]]:
+        """The records of these events, from the log's beginning on, as they come.
+
+        Ends with the process. What was read is not read again, however long the log gets.
+        """
+        with self.log.open("rb") as file:
+            rest = b""
+            while True:
+                ended = self.exit_code is not None
+                *lines, rest = (rest + file.read()).split(b"\n")
+                for line in lines:
+                    record = _record(line.decode("utf-8", "replace"))
+                    if record is not None and record.get("event") in names:
+                        yield record
+                if ended:
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
 
     def events(self, name: str) -> list[dict[str, object]]:
         """The log's records of one event."""

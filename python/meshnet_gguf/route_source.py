@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet.errors import ControlError, Reason
 from meshnet.tracker_client import TrackerClient
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security
 
 from meshnet_gguf.client import (
     LayerRange,
@@ -31,7 +31,6 @@ from meshnet_gguf.client import (
     RouteHop,
     Session,
     StageReceipt,
-    TlsCredentials,
     WorkerClient,
 )
 from meshnet_gguf.errors import MeshnetError
@@ -49,7 +48,6 @@ __all__ = [
     "StaticRoute",
     "TrackedRoute",
     "TrackerRouteSource",
-    "worker_credentials",
 ]
 
 
@@ -82,14 +80,6 @@ class RouteSource(Protocol):
 
     def open(self) -> contextlib.AbstractAsyncContextManager[OpenedRoute]:
         """A route for one conversation, closed with the block."""
-
-
-def worker_credentials(tls: TlsFiles | None) -> TlsCredentials | None:
-    """The same certificate, key and authority for dialling workers."""
-    if tls is None:
-        return None
-    certificate, key, authority = tls.read()
-    return TlsCredentials(authority, certificate, key)
 
 
 class StaticRoute:
@@ -193,16 +183,14 @@ class TrackerRouteSource:
         *,
         fingerprint: str = "",
         seam_bytes: int = 0,
-        tls: TlsFiles | None = None,
-        insecure: bool = False,
+        security: Security | None = None,
         timeout: float = 5.0,
     ) -> None:
-        self.tracker = TrackerClient(trackers, tls=tls, insecure=insecure, timeout=timeout)
+        self.tracker = TrackerClient(trackers, security=security, timeout=timeout)
         self.model_id = model_id
         self.fingerprint = fingerprint
         self.seam_bytes = seam_bytes
-        self._credentials = worker_credentials(tls)
-        self._insecure = insecure
+        self._security = security
         self._timeout = timeout
 
     async def __aenter__(self) -> Self:
@@ -220,12 +208,7 @@ class TrackerRouteSource:
 
     def workers(self) -> TrackedWorkers:
         """The model's workers, for a watch (meshnet_gguf.status_watch)."""
-        return TrackedWorkers(
-            self.tracker,
-            self.model_id,
-            credentials=self._credentials,
-            allow_insecure=self._insecure,
-        )
+        return TrackedWorkers(self.tracker, self.model_id, security=self._security)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[TrackedRoute]:
@@ -273,8 +256,7 @@ class TrackerRouteSource:
         ]
         head = WorkerClient(
             hops[0].endpoint,
-            credentials=self._credentials,
-            allow_insecure=self._insecure,
+            security=self._security,
             timeout=self._timeout,
         )
         try:

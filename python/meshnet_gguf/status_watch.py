@@ -22,13 +22,13 @@ from typing import Protocol
 from meshnet.errors import ControlError
 from meshnet.routing import Candidate, Demand, LaneIndex, Seam
 from meshnet.tracker_client import TrackerClient
+from meshnet.transport import Security
 
 from meshnet_gguf.client import (
     Capability,
     Endpoint,
     Health,
     Metrics,
-    TlsCredentials,
     WorkerClient,
     WorkerState,
     check_route,
@@ -131,8 +131,7 @@ class _Survey:
 class WorkerSource(Protocol):
     """Where a watch hears of workers."""
 
-    credentials: TlsCredentials | None
-    allow_insecure: bool
+    security: Security | None
 
     async def survey(self) -> _Survey:
         """The workers of the model. Raises ControlError."""
@@ -145,12 +144,10 @@ class NamedWorkers:
         self,
         endpoints: Sequence[str | Endpoint],
         *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
     ) -> None:
         where = [Endpoint(item) if isinstance(item, str) else item for item in endpoints]
-        self.credentials = credentials
-        self.allow_insecure = allow_insecure
+        self.security = security
         self._survey = _Survey(
             tuple(
                 _Worker(
@@ -176,11 +173,9 @@ class TrackedWorkers:
         tracker: TrackerClient,
         model_id: str,
         *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
     ) -> None:
-        self.credentials = credentials
-        self.allow_insecure = allow_insecure
+        self.security = security
         self._tracker = tracker
         self._model_id = model_id
 
@@ -258,8 +253,7 @@ class _Probe:
             if self._client is None:
                 self._client = WorkerClient(
                     self._endpoint,
-                    credentials=self._source.credentials,
-                    allow_insecure=self._source.allow_insecure,
+                    security=self._source.security,
                     timeout=_ANSWER_SECONDS,
                 )
             if self.capability is None or self.error is not None:

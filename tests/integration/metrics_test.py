@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from meshnet.errors import ControlError
-from meshnet.relay_client import connect
+from meshnet.relay_client import Listener, connect
 from meshnet.testing.server_process import ServerProcess
 from meshnet.testing.tracker_process import TrackerProcess
 from meshnet.transport import dial
@@ -103,6 +103,27 @@ async def test_a_relay() -> None:
     assert value(samples, "meshnet_relay_listeners") == 0
     refused = {"method": "Connect", "reason": "PEER_UNREACHABLE"}
     assert value(samples, "meshnet_relay_refusals_total", **refused) == 1
+    assert value(samples, "meshnet_relay_take_up_seconds_count") == 0
+
+
+async def test_a_relays_calls_are_timed() -> None:
+    async with (
+        asyncio.timeout(END),
+        await ServerProcess.launch("meshnet.relay_server", "--metrics_listen=127.0.0.1:0") as relay,
+    ):
+        channel = dial(relay.endpoint)
+        async with Listener(channel, "b") as listener:
+            calling = asyncio.create_task(
+                connect(channel, caller_id="a", callee_id="b", method="Seam")
+            )
+            stream = await listener.accept(await anext(listener.calls()))
+            (await calling).cancel()
+            await relay.wait_event("call")
+            stream.cancel()
+        await channel.close(None)
+        samples = await scrape(relay.metrics_port)
+    assert value(samples, "meshnet_relay_take_up_seconds_count") == 1
+    assert value(samples, "meshnet_relay_stream_seconds_count", outcome="CANCELLED") == 1
 
 
 async def test_workers_without_a_node(tmp_path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from meshnet.testing.server_process import ServerProcess
 from meshnet.testing.tracker_process import TrackerProcess
 from meshnet_gguf.local_cluster import worker_binary
 from meshnet_gguf.logged_process import PythonProgram
@@ -146,6 +147,31 @@ async def test_a_worker_that_hangs_is_withdrawn_and_replaced(tmp_path: pathlib.P
         await node.wait_event("registered", 2)
         assert "expected an answer to 2 probes" in str(node.events("restarting")[0]["message"])
         assert worker_pid(node) != hung
+
+
+async def test_a_worker_is_registered_while_its_relay_is_there(tmp_path: pathlib.Path) -> None:
+    # Nothing but the node's word can end the registration while the test runs.
+    async with (
+        tracked(tmp_path, "--lease_ms=600000") as tracker,
+        await ServerProcess.launch("meshnet.relay_server") as relay,
+    ):
+        values = node_values("n1", tracker.endpoint, (0, 8), worker={"relay": relay.endpoint})
+        async with running_node(values, tmp_path) as node:
+            assert (await workers(tracker))["n1"].registration.relay == relay.endpoint
+            for again in (1, 2):
+                await relay.kill()
+                lost = await node.wait_event("relay_lost", again)
+                assert lost["relay"] == relay.endpoint
+                assert lost["reason"] == "PEER_LOST"
+                await wait_workers(tracker, lambda found: not found)
+                relay = await ServerProcess.launch(
+                    "meshnet.relay_server", f"--listen={relay.endpoint}"
+                )
+                await node.wait_event("registered", 1 + again)
+                assert list(await workers(tracker)) == ["n1"]
+            # The worker is the same all the time.
+            assert len(node.events("worker_started")) == 1
+        await relay.kill()
 
 
 def script(folder: pathlib.Path, text: str) -> str:

@@ -8,15 +8,17 @@ import pathlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import grpc
+import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from meshnet.transport import Security, TlsFiles
 from meshnet_gguf.client import (
     LayerRange,
     Route,
-    TlsCredentials,
     WorkerClient,
     open_route,
 )
@@ -24,7 +26,7 @@ from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 from meshnet_gguf.testing.cluster import fake_cluster
 
-from proto.meshnet.shard.v1 import errors_pb2
+from proto.meshnet.shard.v1 import errors_pb2, shard_pb2, shard_pb2_grpc
 
 BOS = 256
 END = 60.0
@@ -89,8 +91,14 @@ class Fleet:
     """One authority, what it has issued, and the worker flags that go with it."""
 
     authority: Authority
-    client: TlsCredentials
+    client: Security
     flags: tuple[str, ...]
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The client's."""
+        assert self.client.tls is not None
+        return self.client.tls
 
 
 @pytest.fixture
@@ -103,11 +111,17 @@ def make_fleet(folder: pathlib.Path) -> Fleet:
     authority = Authority.make("fleet")
     worker, worker_key = authority.issue("worker")
     client, client_key = authority.issue("client")
-    for name, content in [("ca", authority.pem), ("cert", worker), ("key", worker_key)]:
+    for name, content in [
+        ("ca", authority.pem),
+        ("cert", worker),
+        ("key", worker_key),
+        ("client", client),
+        ("client.key", client_key),
+    ]:
         (folder / name).write_bytes(content)
     return Fleet(
         authority,
-        TlsCredentials(authority.pem, client, client_key),
+        Security(TlsFiles(folder / "client", folder / "client.key", folder / "ca")),
         tuple(f"--tls_{name}={folder / name}" for name in ("ca", "cert", "key")),
     )
 
@@ -115,7 +129,7 @@ def make_fleet(folder: pathlib.Path) -> Fleet:
 @contextlib.asynccontextmanager
 async def secure_cluster(fleet: Fleet) -> AsyncIterator[LocalCluster]:
     specs = [WorkerSpec(LayerRange(*item), flags=fleet.flags) for item in [(0, 4), (4, 8)]]
-    async with asyncio.timeout(END), LocalCluster(specs, credentials=fleet.client) as cluster:
+    async with asyncio.timeout(END), LocalCluster(specs, security=fleet.client) as cluster:
         yield cluster
 
 
@@ -124,17 +138,27 @@ async def answer(route: Route) -> tuple[int, ...]:
         return (await session.generate([BOS, 1, 2], max_tokens=8).result()).token_ids
 
 
-async def unreachable(endpoint: str, credentials: TlsCredentials | None) -> None:
-    async with WorkerClient(endpoint, credentials=credentials) as worker:
+async def unreachable(endpoint: str, security: Security | None) -> None:
+    async with WorkerClient(endpoint, security=security) as worker:
         with pytest.raises(MeshnetError) as caught:
             await worker.capability()
     assert caught.value.reason == errors_pb2.REASON_PEER_UNREACHABLE
 
 
+async def nameless(endpoint: str, authority: bytes) -> None:
+    """Who trusts the worker but shows no certificate, which no program of ours does."""
+    channel = grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(authority))
+    stub = shard_pb2_grpc.ShardServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetHealth(shard_pb2.GetHealthRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await channel.close(None)
+
+
 async def test_a_chain_over_mutual_tls_gives_what_one_in_plaintext_gives(fleet: Fleet) -> None:
     async with (
         secure_cluster(fleet) as cluster,
-        await open_route(cluster.endpoints, credentials=fleet.client) as route,
+        await open_route(cluster.endpoints, security=fleet.client) as route,
     ):
         secure = await answer(route)
     async with fake_cluster((4,)) as fake:
@@ -148,17 +172,13 @@ async def test_who_cannot_prove_who_it_is_gets_nothing(
     async with secure_cluster(fleet) as cluster:
         endpoint = cluster.endpoints[0]
         await unreachable(endpoint, None)
-        await unreachable(endpoint, TlsCredentials(fleet.authority.pem))
+        await nameless(endpoint, fleet.authority.pem)
+        ours, theirs = fleet.tls, strangers.tls
         await unreachable(
-            endpoint,
-            TlsCredentials(
-                fleet.authority.pem,
-                strangers.client.certificate_chain,
-                strangers.client.private_key,
-            ),
+            endpoint, Security(TlsFiles(theirs.certificate, theirs.key, ours.authority))
         )
         await unreachable(endpoint, strangers.client)
-        async with await open_route(cluster.endpoints, credentials=fleet.client) as route:
+        async with await open_route(cluster.endpoints, security=fleet.client) as route:
             assert len(await answer(route)) == 8
 
 
@@ -169,7 +189,7 @@ async def test_a_stage_of_another_fleet_is_no_next_stage(
     async with (
         secure_cluster(fleet) as ours,
         secure_cluster(strangers) as theirs,
-        await open_route(ours.endpoints, credentials=fleet.client) as route,
+        await open_route(ours.endpoints, security=fleet.client) as route,
     ):
         session = route.session()
         session._open_message.route.hops[1].endpoint = theirs.endpoints[1]
@@ -182,21 +202,10 @@ async def test_a_stage_of_another_fleet_is_no_next_stage(
 
 async def test_another_name_than_the_certificates_needs_to_be_said(fleet: Fleet) -> None:
     async with secure_cluster(fleet) as cluster:
-        named = TlsCredentials(
-            fleet.client.root_certificates,
-            fleet.client.certificate_chain,
-            fleet.client.private_key,
-            server_name="worker",
-        )
-        async with WorkerClient(cluster.endpoints[0], credentials=named) as worker:
+        named = Security(fleet.tls, server_name="worker")
+        async with WorkerClient(cluster.endpoints[0], security=named) as worker:
             assert (await worker.capability()).layers == LayerRange(0, 4)
-        wrong = TlsCredentials(
-            fleet.client.root_certificates,
-            fleet.client.certificate_chain,
-            fleet.client.private_key,
-            server_name="somebody.example",
-        )
-        await unreachable(cluster.endpoints[0], wrong)
+        await unreachable(cluster.endpoints[0], Security(fleet.tls, server_name="somebody.example"))
 
 
 @pytest.mark.parametrize("missing", ["ca", "cert", "key"])
@@ -253,17 +262,9 @@ async def test_plaintext_on_a_tls_port_leaves_the_log_json(fleet: Fleet) -> None
         assert {record["severity"] for record in noise} == {"WARNING"}
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-async def test_plaintext_beyond_loopback_needs_to_be_asked_for(address: str) -> None:
-    with pytest.raises(MeshnetError) as caught:
-        async with LocalCluster([WorkerSpec(flags=(f"--listen={address}",))]):
-            pytest.fail("the worker served plaintext beyond loopback")
-    assert caught.value.reason == errors_pb2.REASON_INSECURE_TRANSPORT
-
-
 async def test_the_word_insecure_opens_it() -> None:
     flags = ("--listen=0.0.0.0:0", "--insecure")
-    async with LocalCluster([WorkerSpec(flags=flags)], allow_insecure=True) as cluster:
+    async with LocalCluster([WorkerSpec(flags=flags)], security=Security(insecure=True)) as cluster:
         port = cluster.endpoints[0].rpartition(":")[2]
         async with WorkerClient(f"127.0.0.1:{port}") as worker:
             assert (await worker.capability()).layers == LayerRange(0, 8)

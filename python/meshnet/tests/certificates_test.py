@@ -14,7 +14,7 @@ from meshnet.certificates import Authority, describe
 from meshnet.errors import ControlError, Reason
 from meshnet.relay_client import Listener, connect
 from meshnet.relay_server import RelaySettings, serve
-from meshnet.transport import TlsFiles, dial
+from meshnet.transport import Security, TlsFiles, dial
 
 LOOPBACK = ["127.0.0.1"]
 
@@ -34,14 +34,14 @@ def copied(folder: pathlib.Path, name: str, into: pathlib.Path) -> TlsFiles:
 @contextlib.asynccontextmanager
 async def relay(folder: pathlib.Path) -> AsyncIterator[str]:
     Authority.load(folder).issue("relay", LOOPBACK)
-    settings = RelaySettings(tls=files(folder, "relay"), record=lambda _: None)
+    settings = RelaySettings(security=Security(files(folder, "relay")), record=lambda _: None)
     async with serve(settings) as (endpoint, _):
         yield endpoint
 
 
 async def listen(endpoint: str, tls: TlsFiles | None, name: str) -> None:
     """Registers at the relay under this name. Raises ControlError."""
-    channel = dial(endpoint, tls)
+    channel = dial(endpoint, Security(tls))
     try:
         async with Listener(channel, name):
             pass
@@ -66,7 +66,7 @@ async def test_who_has_a_certificate_is_served_under_its_name(tmp_path: pathlib.
         # An address is a name of the certificate as well.
         await listen(endpoint, ours, "127.0.0.1")
         assert await refusal(endpoint, ours, "b") is Reason.UNAUTHENTICATED
-        channel = dial(endpoint, ours)
+        channel = dial(endpoint, Security(ours))
         async with Listener(channel, "a"):
             with pytest.raises(ControlError) as caught:
                 await connect(channel, caller_id="b", callee_id="a", method="seam")
@@ -87,7 +87,7 @@ async def test_an_authority_is_replaced_while_the_server_runs(tmp_path: pathlib.
     old = copied(folder, "a", tmp_path / "old")
     async with relay(folder) as endpoint:
         await listen(endpoint, old, "a")
-        kept = dial(endpoint, old)
+        kept = dial(endpoint, Security(old))
         async with Listener(kept, "a") as listener:
             # Both authorities are good: certificates of either, at both ends.
             newer = authority.rotate()
@@ -105,7 +105,7 @@ async def test_an_authority_is_replaced_while_the_server_runs(tmp_path: pathlib.
             await listen(endpoint, renewed, "127.0.0.1")
             assert await refusal(endpoint, both, "127.0.0.1") is Reason.PEER_UNREACHABLE
             # Connections that are open stay.
-            channel = dial(endpoint, renewed)
+            channel = dial(endpoint, Security(renewed))
             calling = await _called(listener, channel)
             assert calling == "seam"
             await channel.close(None)

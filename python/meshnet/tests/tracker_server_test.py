@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
+import signal
 import urllib.request
 
 import grpc.aio
@@ -119,3 +121,19 @@ async def test_metrics(tmp_path: pathlib.Path) -> None:
 async def test_what_does_not_start(flag: str, reason: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(RuntimeError, match=f'"reason": "{reason}"'):
         await TrackerProcess.start(f"sqlite:///{tmp_path}/t.db", flag)
+
+
+async def test_a_tracker_that_was_busy_answers_all_who_waited(tmp_path: pathlib.Path) -> None:
+    """gRPC by itself drops some of a thousand waiting calls, with the bare status CANCELLED."""
+    database = f"sqlite:///{tmp_path / 'db'}"
+    async with await TrackerProcess.start(database, "--admit_dark") as tracker:
+        generation = (await tracker.stub.Register(registration("a", 0, 4))).generation
+        beat = pb.HeartbeatRequest(
+            worker_id="a", generation=generation, load=pb.Load(ready=True, queued_steps=1)
+        )
+        os.kill(tracker.pid, signal.SIGSTOP)
+        waiting = [asyncio.ensure_future(tracker.stub.Heartbeat(beat)) for _ in range(3500)]
+        await asyncio.sleep(0)
+        os.kill(tracker.pid, signal.SIGCONT)
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [answer for answer in answers if isinstance(answer, BaseException)] == []

@@ -620,6 +620,54 @@ async def test_a_rule_that_fails_fails_alone(database: str) -> None:
         await storage.close()
 
 
+async def test_who_is_beside_a_span_is_asked_for_alone(tmp_path: pathlib.Path) -> None:
+    async with running(f"sqlite:///{tmp_path / 'db'}", ManualClock()) as tracker:
+        for name, begin, end, fields in (
+            ("head", 0, 1, {}),
+            ("before", 0, 2, {}),
+            ("itself", 2, 3, {}),
+            ("after", 3, 4, {}),
+            ("far", 1, 2, {"fingerprint": "g"}),
+            ("elsewhere", 3, 4, {"model_id": "other"}),
+        ):
+            await register(tracker, name, begin, end, **fields)
+
+        async def listed(**fields: Any) -> list[str]:
+            answer = await tracker.list_workers(pb.ListWorkersRequest(**fields))
+            return [worker.registration.worker_id for worker in answer.workers]
+
+        lane = {"model_id": "m", "fingerprint": "f"}
+        assert await listed(**lane) == ["after", "before", "head", "itself"]
+        assert await listed(fingerprint="g") == ["far"]
+        beside = {**lane, "beside": pb.Span(begin=2, end=3)}
+        assert await listed(**beside) == ["after", "before"]
+        assert await listed(**beside, other_than_node_id="node-after") == ["before"]
+        # The two ends of a model are next to each other, for the way back.
+        assert await listed(**lane, beside=pb.Span(begin=0, end=1)) == ["after"]
+        assert await listed(**lane, beside=pb.Span(begin=3, end=4)) == ["before", "head", "itself"]
+
+
+async def test_neighbours_are_bounded_and_everybody_is_somebodys(tmp_path: pathlib.Path) -> None:
+    async with running(f"sqlite:///{tmp_path / 'db'}", ManualClock()) as tracker:
+        for number in range(30):
+            await register(tracker, f"a{number}", 0, 2, node_id=f"n{number // 2}")
+            await register(tracker, f"b{number}", 2, 4, node_id=f"m{number}")
+        chosen: set[str] = set()
+        for number in range(30):
+            request = pb.ListWorkersRequest(
+                beside=pb.Span(begin=2, end=4), other_than_node_id=f"m{number}", max_nodes=4
+            )
+            answer = await tracker.list_workers(request)
+            nodes = [worker.registration.node_id for worker in answer.workers]
+            assert len(set(nodes)) == len(nodes) == 4
+            # The same as before, so that measurements stay.
+            assert await tracker.list_workers(request) == answer
+            chosen.update(nodes)
+        assert chosen == {f"n{number}" for number in range(15)}
+        everyone = await tracker.list_workers(pb.ListWorkersRequest(max_nodes=1000))
+        assert len(everyone.workers) == 45  # one a node
+
+
 async def test_nonsense_in_a_demand_is_refused(tmp_path: pathlib.Path) -> None:
     async with running(f"sqlite:///{tmp_path}/t.db", ManualClock()) as tracker:
         await register(tracker, "a", 0, 4, access_bytes_per_second=1, access_latency_us=2**32 - 1)

@@ -12,7 +12,6 @@ Importing again changes nothing. A record that revokes a lane is imported the sa
 from __future__ import annotations
 
 import asyncio
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from absl import app, flags
 from meshnet.certification import Certification, CertificationBook, read_records
 from meshnet.errors import ControlError, error_from_rpc
 from meshnet.signing import TrustedKeys
-from meshnet.transport import TlsFiles, dial
+from meshnet.transport import Security, TlsFiles, dial
 
 from meshnet_gguf.cli import output
 from proto.meshnet.control.v1 import tracker_pb2, tracker_pb2_grpc
@@ -95,11 +94,8 @@ def _import(records: Sequence[bytes]) -> int:
 
 
 async def _give(records: Sequence[bytes]) -> list[str]:
-    named = [flag.value for flag in (_CERT, _KEY, _CA)]
-    if any(named) and not all(named):
-        raise app.UsageError("expected --tls-cert, --tls-key and --tls-ca together")
-    tls = TlsFiles(*(pathlib.Path(output.given_path(n)) for n in named)) if all(named) else None
-    channel = dial(_TRACKER.value, tls, insecure=_INSECURE.value)
+    named = [flag.value and str(output.given_path(flag.value)) for flag in (_CERT, _KEY, _CA)]
+    channel = dial(_TRACKER.value, Security(TlsFiles.named(*named), _INSECURE.value))
     try:
         stub = tracker_pb2_grpc.TrackerServiceStub(channel)
         ids = []

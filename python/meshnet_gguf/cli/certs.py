@@ -9,8 +9,8 @@
 Trackers, relays, nodes and workers are given a certificate, its key and authorities.pem as
 --tls_cert, --tls_key and --tls_ca. NAME is what the program is known by: the worker's id at a
 relay, for example. To replace an authority: rotate, and bring authorities.pem to all machines;
-issue every certificate anew; retire, and bring authorities.pem to all machines again. Trackers and
-relays read changed files at the next connection; workers at their next start.
+issue every certificate anew; retire, and bring authorities.pem to all machines again. All of them
+take up changed files with the next connection; what is open stays open.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def check_place(place: Place, command: str) -> None:
             errors_pb2.REASON_CONFIGURATION_INVALID,
             f"expected --mesh-listen with the address that others dial, got {place.listen}",
         )
-    if place.tls is None and not place.insecure and not is_loopback(place.listen):
+    if place.security.tls is None and not place.security.insecure and not is_loopback(place.listen):
         name = "".join(char if char.isalnum() else "-" for char in socket.gethostname()) or "node"
         raise MeshnetError(
             errors_pb2.REASON_INSECURE_TRANSPORT,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from absl import app, flags
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security, TlsFiles
 
 from meshnet_gguf.cli import output
 
-__all__ = ["insecure", "mesh_tls", "trackers"]
+__all__ = ["security", "trackers"]
 
 _TRACKER = flags.DEFINE_list(
     "tracker", [], "Trackers of the mesh, HOST:PORT; several share a mesh."
@@ -23,15 +23,10 @@ def trackers() -> list[str]:
     return list(_TRACKER.value)
 
 
-def insecure() -> bool:
-    """What --insecure says."""
-    return bool(_INSECURE.value)
-
-
-def mesh_tls() -> TlsFiles | None:
-    """Certificate, key and authority. Raises app.UsageError unless all are given or none."""
-    if _CERT.value is None and _KEY.value is None and _CA.value is None:
-        return None
-    if _CERT.value is None or _KEY.value is None or _CA.value is None:
+def security() -> Security:
+    """What all of them say. Raises app.UsageError unless all TLS files are given or none."""
+    named = [name for name in (_CERT.value, _KEY.value, _CA.value) if name is not None]
+    if len(named) not in (0, 3):
         raise app.UsageError("expected --tls-cert, --tls-key and --tls-ca together")
-    return TlsFiles(*(output.given_path(name) for name in (_CERT.value, _KEY.value, _CA.value)))
+    tls = TlsFiles(*(output.given_path(name) for name in named)) if named else None
+    return Security(tls, bool(_INSECURE.value))

@@ -20,13 +20,13 @@ import prometheus_client
 from absl import app, flags
 from meshnet.errors import ControlError
 from meshnet.telemetry import serve_metrics
+from meshnet.transport import Security
 from prometheus_client.metrics_core import Metric
 
 from meshnet_gguf.cli import output
 from meshnet_gguf.client import WorkerClient
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.errors import from_control_error
 from meshnet_gguf.worker_metrics import WorkerMetrics, families
-from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
 
@@ -41,9 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         asyncio.run(_serve(arguments) if _LISTEN.value else _show(arguments))
     except ControlError as error:
-        raise MeshnetError(
-            errors_pb2.Reason.Value(f"REASON_{error.reason.name}"), error.message
-        ) from error
+        raise from_control_error(error) from error
     return 0
 
 
@@ -66,7 +64,7 @@ async def _serve(endpoints: Sequence[str]) -> None:
         workers = await _clients(stack, endpoints)
         registry = prometheus_client.CollectorRegistry()
         registry.register(WorkerMetrics(lambda: workers))
-        with serve_metrics(registry, _LISTEN.value, insecure=_PLAIN.value) as port:
+        with serve_metrics(registry, _LISTEN.value, Security(insecure=_PLAIN.value)) as port:
             address = f"{_LISTEN.value.rpartition(':')[0]}:{port}"
             record = {"event": "listening", "address": address, "metrics_port": port}
             sys.stderr.write(json.dumps(record) + "\n")
@@ -90,7 +88,7 @@ async def _clients(
 ) -> dict[str, WorkerClient]:
     return {
         endpoint: await stack.enter_async_context(
-            WorkerClient(endpoint, allow_insecure=bool(_PLAIN.value))
+            WorkerClient(endpoint, security=Security(insecure=_PLAIN.value))
         )
         for endpoint in endpoints
     }

@@ -17,6 +17,7 @@ import rich.box
 import rich.console
 import rich.table
 from absl import app, flags
+from meshnet.transport import Security
 
 from meshnet_gguf.cli import output
 from meshnet_gguf.client import Capability, WorkerClient
@@ -64,7 +65,7 @@ async def _ask_all(endpoints: Sequence[str]) -> list[Capability]:
 
 
 async def _ask(endpoint: str) -> Capability:
-    async with WorkerClient(endpoint, allow_insecure=bool(_INSECURE.value)) as worker:
+    async with WorkerClient(endpoint, security=Security(insecure=_INSECURE.value)) as worker:
         capability = await worker.capability()
     computed = recipe_fingerprint(capability.recipe.items())
     if computed != capability.recipe_fingerprint:

@@ -54,7 +54,7 @@ from meshnet_gguf.gateway import (
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.local_plan import plan_here
 from meshnet_gguf.model_files import find_model
-from meshnet_gguf.route_source import TrackerRouteSource, worker_credentials
+from meshnet_gguf.route_source import TrackerRouteSource
 
 __all__ = ["FLAG_MODULES", "run"]
 
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError("expected one of --tracker, --workers and --join")
     if _STAGES.value and (machine_flags.layers() or _JOIN.value):
         raise app.UsageError("expected --stages or --layers, and --stages not with --join")
-    mesh_flags.mesh_tls()
+    mesh_flags.security()
     machine_flags.budget()
     if _LOG.value or _LOG_PROMPTS.value:
         logging.basicConfig(
@@ -140,7 +140,7 @@ async def _serve(model: str, ended: asyncio.Event, is_ready: Callable[[], None])
     async with contextlib.AsyncExitStack() as stack:
         # Bound first: to be told after minutes of loading that the port is taken helps nobody.
         listener = stack.enter_context(
-            Listener(_LISTEN.value, tls=_tls(), insecure=mesh_flags.insecure())
+            Listener(_LISTEN.value, tls=_tls(), insecure=mesh_flags.security().insecure)
         )
         renderer = asyncio.create_task(stack.enter_async_context(TemplateRenderer()))
         try:
@@ -207,9 +207,7 @@ async def _mesh(model: str) -> AsyncIterator[_Mesh]:
 
 @contextlib.asynccontextmanager
 async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[TrackedModelSource]:
-    async with TrackerRouteSource(
-        trackers, model_id, tls=mesh_flags.mesh_tls(), insecure=mesh_flags.insecure()
-    ) as source:
+    async with TrackerRouteSource(trackers, model_id, security=mesh_flags.security()) as source:
         yield TrackedModelSource(source)
 
 
@@ -217,8 +215,7 @@ async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[Trac
 async def _running_workers(model: str, endpoints: Sequence[str]) -> AsyncIterator[_Mesh]:
     source = KeptRouteSource(
         endpoints,
-        credentials=worker_credentials(mesh_flags.mesh_tls()),
-        allow_insecure=mesh_flags.insecure(),
+        security=mesh_flags.security(),
     )
     async with contextlib.aclosing(source):
         async with source.open() as opened:
@@ -230,11 +227,7 @@ async def _running_workers(model: str, endpoints: Sequence[str]) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def _embedded(model: str) -> AsyncIterator[_Mesh]:
-    place = Place(
-        machine_flags.MESH_LISTEN.value or _DEFAULT_MESH_LISTEN,
-        mesh_flags.mesh_tls(),
-        mesh_flags.insecure(),
-    )
+    place = Place(machine_flags.MESH_LISTEN.value or _DEFAULT_MESH_LISTEN, mesh_flags.security())
     machine_flags.check_place(
         place, "serve " + shlex.quote(model) + " --mesh-listen " + place.listen
     )

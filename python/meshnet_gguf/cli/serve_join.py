@@ -42,9 +42,7 @@ async def join(
     """Serves part of the mesh's model until `ended`. Raises MeshnetError, ControlError."""
     started = time.monotonic()
     place = Place(
-        machine_flags.MESH_LISTEN.value or _own_address(trackers[0]),
-        mesh_flags.mesh_tls(),
-        mesh_flags.insecure(),
+        machine_flags.MESH_LISTEN.value or _own_address(trackers[0]), mesh_flags.security()
     )
     machine_flags.check_place(
         place, shlex.join(["serve", *arguments, "--join", ",".join(trackers)])
@@ -53,8 +51,7 @@ async def join(
         mesh = await joining.look(
             trackers,
             model_id=_MODEL_ID.value or "",
-            tls=place.tls,
-            insecure=place.insecure,
+            security=place.security,
         )
     files = await _files_to_join(arguments, mesh)
     with progress.working("measuring this machine"):

@@ -13,7 +13,6 @@ Whatever fails, fails with a MeshnetError that carries one stable reason.
 from meshnet_gguf.chat import ChatMessage
 from meshnet_gguf.client._route import Endpoint, Route, RouteHop, check_route, open_route
 from meshnet_gguf.client._session import Generation, Session, chat_token_ids
-from meshnet_gguf.client._transport import TlsCredentials, is_loopback
 from meshnet_gguf.client._values import (
     SCHEMA_VERSION,
     Capability,
@@ -56,13 +55,11 @@ __all__ = [
     "Session",
     "SpecialToken",
     "StageReceipt",
-    "TlsCredentials",
     "Token",
     "Vocabulary",
     "WorkerClient",
     "WorkerState",
     "chat_token_ids",
     "check_route",
-    "is_loopback",
     "open_route",
 ]

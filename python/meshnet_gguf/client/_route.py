@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from meshnet.transport import Security
+
 from meshnet_gguf.client._session import Session
-from meshnet_gguf.client._transport import TlsCredentials
 from meshnet_gguf.client._values import SCHEMA_VERSION, Capability, LayerRange, Limits, Metrics
 from meshnet_gguf.client._worker import WorkerClient
 from meshnet_gguf.errors import MeshnetError
@@ -242,8 +243,7 @@ def _milliseconds(seconds: float | None) -> int:
 async def open_route(
     endpoints: Sequence[str | Endpoint],
     *,
-    credentials: TlsCredentials | None = None,
-    allow_insecure: bool = False,
+    security: Security | None = None,
     answer_within: float = 10.0,
 ) -> Route:
     """A route over workers given in any order, after asking each what it has.
@@ -258,8 +258,7 @@ async def open_route(
             workers.append(
                 WorkerClient(
                     endpoint.address,
-                    credentials=credentials,
-                    allow_insecure=allow_insecure,
+                    security=security,
                     timeout=answer_within,
                 )
             )

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
+from meshnet.transport import Security
 
-from meshnet_gguf.client._transport import TlsCredentials, open_channel
+from meshnet_gguf.client._transport import open_line
 from meshnet_gguf.client._values import (
     SCHEMA_VERSION,
     Capability,
@@ -52,15 +53,12 @@ class WorkerClient:
         self,
         endpoint: str,
         *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
         timeout: float = 10.0,
     ) -> None:
         self.endpoint = endpoint
         self.timeout = timeout
-        self.channel = open_channel(endpoint, credentials, allow_insecure)
-        self.shard = shard_pb2_grpc.ShardServiceStub(self.channel)
-        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self._line = open_line(endpoint, security)
         self._vocabulary: Vocabulary | None = None
 
     async def __aenter__(self) -> Self:
@@ -76,7 +74,25 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Closes the connection; calls under way fail with CANCELLED."""
-        await self.channel.close(None)
+        await self._line.close()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """For the next call."""
+        return self._line.channel
+
+    @property
+    def shard(self) -> shard_pb2_grpc.ShardServiceAsyncStub:
+        """The worker's service, for the next call."""
+        stub: Any = self._line.stub(shard_pb2_grpc.ShardServiceStub)  # async, by its channel
+        found: shard_pb2_grpc.ShardServiceAsyncStub = stub
+        return found
+
+    @property
+    def _tokenizer(self) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
+        stub: Any = self._line.stub(tokenizer_pb2_grpc.TokenizerServiceStub)
+        found: tokenizer_pb2_grpc.TokenizerServiceAsyncStub = stub
+        return found
 
     async def capability(self) -> Capability:
         """What the worker has loaded. Answers also while the worker is not ready."""

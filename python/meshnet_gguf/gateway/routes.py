@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from meshnet.errors import ControlError, Reason
+from meshnet.transport import Security
 
 from meshnet_gguf.client import (
     Endpoint,
     Route,
     Session,
-    TlsCredentials,
     Vocabulary,
     WorkerClient,
     open_route,
@@ -90,13 +90,11 @@ class KeptRouteSource:
         self,
         endpoints: Sequence[str | Endpoint],
         *,
-        credentials: TlsCredentials | None = None,
-        allow_insecure: bool = False,
+        security: Security | None = None,
         answer_within: float = 2.0,
     ) -> None:
         self._endpoints = tuple(endpoints)
-        self._credentials = credentials
-        self._allow_insecure = allow_insecure
+        self._security = security
         self._answer_within = answer_within
         self._kept: _KeptRoute | None = None
         self._lock = asyncio.Lock()
@@ -107,12 +105,7 @@ class KeptRouteSource:
 
     def watch(self, name: str) -> ModelWatch:
         """Watches the same workers, on connections of its own."""
-        workers = NamedWorkers(
-            self._endpoints,
-            credentials=self._credentials,
-            allow_insecure=self._allow_insecure,
-        )
-        return ModelWatch(name, workers)
+        return ModelWatch(name, NamedWorkers(self._endpoints, security=self._security))
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[OpenedRoute]:
@@ -122,8 +115,7 @@ class KeptRouteSource:
                 self._kept = _KeptRoute(
                     await open_route(
                         self._endpoints,
-                        credentials=self._credentials,
-                        allow_insecure=self._allow_insecure,
+                        security=self._security,
                         answer_within=self._answer_within,
                     )
                 )

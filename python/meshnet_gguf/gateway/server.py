@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from meshnet.errors import ControlError
+from meshnet.transport import check_listen
 
-from meshnet_gguf.client import is_loopback
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.errors import MeshnetError, from_control_error
 from meshnet_gguf.gateway.app import GatewayApp
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -57,12 +58,10 @@ class Listener:
     def __init__(
         self, address: str, *, tls: ServerTls | None = None, insecure: bool = False
     ) -> None:
-        if tls is None and not insecure and not is_loopback(address):
-            raise MeshnetError(
-                errors_pb2.REASON_INSECURE_TRANSPORT,
-                f"expected a certificate to serve on {address}, which is not loopback; "
-                "give one, or say --insecure if the network itself is trusted",
-            )
+        try:
+            check_listen(address, secured=tls is not None, insecure=insecure)
+        except ControlError as error:
+            raise from_control_error(error) from error
         self.tls = tls
         self.socket = _listen(address)
 

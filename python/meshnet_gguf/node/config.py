@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from meshnet.transport import TlsFiles
+from meshnet.transport import Security, TlsFiles
 
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
@@ -93,8 +93,7 @@ class NodeConfig:
     uplink_bytes_per_second: int = 0
     keep_logs: int = 10
     tracker_timeout_ms: int = 5_000
-    tls: TlsFiles | None = None
-    insecure: bool = False
+    security: Security = Security()  # noqa: RUF009 - immutable
     supervision: Supervision = field(default_factory=Supervision)
     measure_every_ms: int = 60_000
     measure_bytes: int = 1 << 20
@@ -188,8 +187,7 @@ def _config(values: Mapping[str, Any], base: pathlib.Path) -> NodeConfig:
         uplink_bytes_per_second=node.get("uplink_bytes_per_second", 0),
         keep_logs=node.get("keep_logs", 10),
         tracker_timeout_ms=tracker.get("timeout_ms", 5_000),
-        tls=tls,
-        insecure=values.get("insecure", False),
+        security=Security(tls, values.get("insecure", False)),
         supervision=supervision,
         measure_every_ms=measurement.get("every_ms", 60_000),
         measure_bytes=measurement.get("payload_bytes", 1 << 20),

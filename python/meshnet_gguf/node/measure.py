@@ -7,12 +7,12 @@ import contextlib
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc.aio
 from meshnet.errors import ControlError, Reason, abort
-from meshnet.transport import TlsFiles, dial
+from meshnet.tracker_client import TrackerClient
+from meshnet.transport import Security, dial
 
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.registration import PeerMeasurement
@@ -64,31 +64,28 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         return node_pb2.MeasureResponse(received_bytes=len(request.payload))
 
 
-def neighbours(
-    workers: Sequence[tracker_pb2.WorkerStatus],
-    node_id: str,
-    fingerprint: str,
-    layers: LayerRange,
-    model_layers: int,
+async def neighbours(
+    tracker: TrackerClient, node_id: str, model_id: str, fingerprint: str, layers: LayerRange
 ) -> dict[str, str]:
     """Nodes, with their endpoints, that could be next to these layers on a route.
 
-    That is who ends where they begin, who begins where they end, and at the model's two ends the
-    other end, for the way back.
+    No more than a tracker takes measurements of, however many there are. Raises ControlError.
     """
-    found: dict[str, str] = {}
-    for worker in workers:
-        registration = worker.registration
-        endpoint = registration.labels.get(NODE_LABEL, "")
-        if registration.node_id == node_id or registration.fingerprint != fingerprint:
-            continue
-        begin, end = registration.span.begin, registration.span.end
-        closes = (layers.begin == 0 and end == model_layers) or (
-            layers.end == model_layers and begin == 0
+    answer = await tracker.list_workers(
+        tracker_pb2.ListWorkersRequest(
+            model_id=model_id,
+            fingerprint=fingerprint,
+            beside=tracker_pb2.Span(begin=layers.begin, end=layers.end),
+            other_than_node_id=node_id,
+            max_nodes=_MAX_PEERS,
         )
-        if endpoint and (end == layers.begin or begin == layers.end or closes):
-            found.setdefault(registration.node_id, endpoint)
-    return dict(sorted(found.items())[:_MAX_PEERS])
+    )
+    found = {}
+    for worker in answer.workers:
+        endpoint = worker.registration.labels.get(NODE_LABEL, "")
+        if endpoint:
+            found[worker.registration.node_id] = endpoint
+    return found
 
 
 async def measure_peer(
@@ -96,8 +93,7 @@ async def measure_peer(
     endpoint: str,
     payload_bytes: int,
     *,
-    tls: TlsFiles | None = None,
-    insecure: bool = False,
+    security: Security | None = None,
     answer_within: float = 5.0,
 ) -> PeerMeasurement | None:
     """The line to one node; None when it does not answer, or somebody else does.
@@ -105,7 +101,7 @@ async def measure_peer(
     The round trip is the median of a few; the bandwidth that of one payload, less a round trip.
     """
     try:
-        channel = dial(endpoint, tls, insecure=insecure)
+        channel = dial(endpoint, security)
     except ControlError:
         return None
     stub: Any = node_pb2_grpc.NodeServiceStub(channel)
@@ -134,8 +130,7 @@ async def measure_peers(
     peers: dict[str, str],
     payload_bytes: int,
     *,
-    tls: TlsFiles | None = None,
-    insecure: bool = False,
+    security: Security | None = None,
     answer_within: float = 5.0,
 ) -> list[PeerMeasurement]:
     """The lines to several nodes, one after the other: they would slow each other down."""
@@ -145,8 +140,7 @@ async def measure_peers(
             node_id,
             endpoint,
             payload_bytes,
-            tls=tls,
-            insecure=insecure,
+            security=security,
             answer_within=answer_within,
         )
         if measured is not None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -33,14 +34,13 @@ from meshnet.clock import Clock, SystemClock
 from meshnet.errors import ControlError, Reason
 from meshnet.telemetry import Telemetry
 from meshnet.tracker_client import TrackerClient
-from meshnet.transport import bind, make_server
+from meshnet.transport import Security, bind, make_server
 
 from meshnet_gguf.client import (
     Capability,
     Health,
     LayerRange,
     Metrics,
-    TlsCredentials,
     WorkerClient,
     WorkerState,
 )
@@ -134,6 +134,9 @@ class Node:
         self._losses = self._telemetry.counter(
             "worker_losses_total", "Workers that ended or were given up.", ("reason",)
         )
+        self._relay_losses = self._telemetry.counter(
+            "relay_losses_total", "How often the worker's relay was lost."
+        )
         self._telemetry.gauge(
             "registered",
             "1 while the worker is registered at a tracker.",
@@ -181,20 +184,19 @@ class Node:
             tracker = await stack.enter_async_context(
                 TrackerClient(
                     config.trackers,
-                    tls=config.tls,
-                    insecure=config.insecure,
+                    security=config.security,
                     timeout=config.tracker_timeout_ms / 1000,
                 )
             )
             server = make_server()
             node_pb2_grpc.add_NodeServiceServicer_to_server(NodeService(config.node_id), server)
-            port = bind(server, config.listen, config.tls, insecure=config.insecure)
+            port = bind(server, config.listen, config.security)
             self._endpoint = config.advertise or f"{config.listen.rpartition(':')[0]}:{port}"
             self._telemetry.registry.register(WorkerMetrics(lambda: self._scraped))
             metrics_port = 0
             if config.metrics_listen:
                 metrics_port = stack.enter_context(
-                    self._telemetry.serve(config.metrics_listen, insecure=config.insecure)
+                    self._telemetry.serve(config.metrics_listen, config.security)
                 )
             await server.start()
             stack.push_async_callback(server.stop, _FAREWELL_MS / 1000)
@@ -321,13 +323,13 @@ class Node:
             flags.append(f"--artifact_sha256={artifact}")
         if config.recipe_fingerprint:
             flags.append(f"--recipe_fingerprint={config.recipe_fingerprint}")
-        if config.tls is not None:
+        if (tls := config.security.tls) is not None:
             flags += [
-                f"--tls_cert={config.tls.certificate}",
-                f"--tls_key={config.tls.key}",
-                f"--tls_ca={config.tls.authority}",
+                f"--tls_cert={tls.certificate}",
+                f"--tls_key={tls.key}",
+                f"--tls_ca={tls.authority}",
             ]
-        if config.insecure:
+        if config.security.insecure:
             flags.append("--insecure")
         flags += [f"--{name}={value}" for name, value in config.worker_flags.items()]
         return WorkerSpec(config.layers, model, tuple(flags))
@@ -335,9 +337,7 @@ class Node:
     async def _ready(self, worker: WorkerProcess, ended: asyncio.Event) -> bool:
         """Waits until the worker serves; False when the node is to end first."""
         within = self.config.supervision.ready_within_ms / 1000
-        ready = worker.wait_ready(
-            within, credentials=self._credentials(), allow_insecure=self.config.insecure
-        )
+        ready = worker.wait_ready(within, security=self._worker_security())
         try:
             if await _first(_then_true(ready), ended) is None:
                 return False
@@ -426,7 +426,7 @@ class Node:
         tasks: set[asyncio.Task[None]] = {
             _task(self._watch_end(worker)),
             _task(self._probe(client, watch)),
-            _task(self._keep_registered(where, capability, watch, tracker)),
+            _task(self._keep_reachable(worker, where, capability, watch, tracker)),
             _task(self._measure(capability, tracker)),
         }
         ending = asyncio.create_task(ended.wait())
@@ -471,6 +471,52 @@ class Node:
                 )
 
     # ---- At the trackers ----
+
+    async def _keep_reachable(
+        self,
+        worker: WorkerProcess,
+        where: Whereabouts,
+        capability: Capability,
+        watch: _Watch,
+        tracker: TrackerClient,
+    ) -> None:
+        """Keeps the worker registered for as long as others can reach it, for ever.
+
+        Who is called through a relay is gone for all others when the relay is, however well it is.
+        """
+        if not where.relay:
+            await self._keep_registered(where, capability, watch, tracker)
+        records = worker.follow("relay_listening", "relay_lost")
+        coming: asyncio.Task[dict[str, object] | None] = asyncio.create_task(_next(records))
+        keeping: asyncio.Task[None] | None = None
+        try:
+            while True:
+                waited: set[asyncio.Task[Any]] = {coming, keeping} if keeping else {coming}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if keeping is not None and keeping.done():
+                    await keeping
+                if not coming.done():
+                    continue
+                record = coming.result()
+                if record is None:
+                    await asyncio.Event().wait()  # its end is told by _watch_end
+                    return
+                coming = asyncio.create_task(_next(records))
+                if record["event"] == "relay_listening" and keeping is None:
+                    keeping = _task(self._keep_registered(where, capability, watch, tracker))
+                elif record["event"] == "relay_lost" and keeping is not None:
+                    self._relay_losses.inc()
+                    self._log(
+                        "relay_lost",
+                        relay=where.relay,
+                        reason=record.get("reason"),
+                        message=record.get("message"),
+                    )
+                    await _cancelled(keeping)
+                    keeping = None
+                    await self._withdraw(tracker)
+        finally:
+            await _cancelled(coming, *([keeping] if keeping else []))
 
     async def _keep_registered(
         self,
@@ -552,21 +598,17 @@ class Node:
         config = self.config
         while True:
             with contextlib.suppress(ControlError):
-                answer = await tracker.list_workers(
-                    tracker_pb2.ListWorkersRequest(model_id=config.model_id)
-                )
-                peers = neighbours(
-                    answer.workers,
+                peers = await neighbours(
+                    tracker,
                     config.node_id,
+                    config.model_id,
                     capability.recipe_fingerprint,
                     capability.layers,
-                    capability.model_layers,
                 )
                 self._peers = await measure_peers(
                     peers,
                     config.measure_bytes,
-                    tls=config.tls,
-                    insecure=config.insecure,
+                    security=config.security,
                     answer_within=config.tracker_timeout_ms / 1000,
                 )
                 self._log("measured", peers=[vars(peer) for peer in self._peers])
@@ -595,19 +637,15 @@ class Node:
             },
         )
 
-    def _credentials(self) -> TlsCredentials | None:
-        tls = self.config.tls
-        if tls is None:
-            return None
-        certificate, key, authority = tls.read()
+    def _worker_security(self) -> Security:
+        """For the worker, which is dialed here and known elsewhere."""
         host = self.config.worker_advertise.rpartition(":")[0].strip("[]")
-        return TlsCredentials(authority, certificate, key, server_name=host or None)
+        return dataclasses.replace(self.config.security, server_name=host)
 
     def _client(self, worker: WorkerProcess) -> WorkerClient:
         return WorkerClient(
             worker.endpoint,
-            credentials=self._credentials(),
-            allow_insecure=self.config.insecure,
+            security=self._worker_security(),
             timeout=self.config.supervision.probe_timeout_ms / 1000,
         )
 
@@ -635,6 +673,11 @@ class _Watch:
         if load.step_us:
             self._before = self.metrics
         return load
+
+
+async def _next(records: AsyncIterator[_Result]) -> _Result | None:
+    """The next one; None after the last."""
+    return await anext(records, None)
 
 
 def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

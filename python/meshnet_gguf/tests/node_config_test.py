@@ -65,7 +65,7 @@ def test_the_sample_is_valid_and_shows_the_defaults() -> None:
         "keep_logs",
         "worker_listen",
         "engine",
-        "insecure",
+        "security",
         "tracker_timeout_ms",
     ):
         assert getattr(config, name) == getattr(plain, name), name

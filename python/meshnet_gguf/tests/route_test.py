@@ -1,5 +1,6 @@
 import pytest
-from meshnet_gguf.client import Capability, LayerRange, WorkerClient, check_route, is_loopback
+from meshnet.transport import Security
+from meshnet_gguf.client import Capability, LayerRange, WorkerClient, check_route
 from meshnet_gguf.client import open_route as open_real_route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import split_layers
@@ -98,30 +99,11 @@ def test_layers_are_split_evenly() -> None:
         assert caught.value.reason == errors_pb2.REASON_CONFIGURATION_INVALID
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "local"),
-    [
-        ("127.0.0.1:80", True),
-        ("127.8.8.8:80", True),
-        ("localhost:80", True),
-        ("[::1]:80", True),
-        ("unix:/run/x", True),
-        ("10.0.0.1:80", False),
-        ("0.0.0.0:80", False),
-        ("[::]:80", False),
-        ("localhost.example:80", False),
-        ("127.0.0.1.example:80", False),
-    ],
-)
-def test_loopback(endpoint: str, local: bool) -> None:
-    assert is_loopback(endpoint) is local
-
-
 async def test_plaintext_beyond_loopback_is_refused() -> None:
-    with pytest.raises(MeshnetError, match=r"TLS credentials for 10\.0\.0\.1:7000") as caught:
+    with pytest.raises(MeshnetError, match=r"TLS for 10\.0\.0\.1:7000") as caught:
         await open_real_route(["10.0.0.1:7000"])
     assert caught.value.reason == errors_pb2.REASON_INSECURE_TRANSPORT
-    worker = WorkerClient("10.0.0.1:7000", allow_insecure=True)
+    worker = WorkerClient("10.0.0.1:7000", security=Security(insecure=True))
     await worker.close()
 
 
