@@ -36,7 +36,8 @@ _FORMAT = (
 BASE_TAG = "pinned"
 
 
-def _git(work_tree: Path, *arguments: str, stdin: bytes | None = None) -> bytes:
+def git(work_tree: Path, *arguments: str, stdin: bytes | None = None) -> bytes:
+    """Runs git in a folder without this machine's settings. Raises WORK_TREE_INVALID."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -67,15 +68,13 @@ def _git(work_tree: Path, *arguments: str, stdin: bytes | None = None) -> bytes:
 def work_tree(manifest: Manifest, patches: Path, source: Path) -> None:
     """Turns verified source into a git work tree: the stack as commits on the tag 'pinned'."""
     git_tree.verify(source, manifest.tree, manifest.listing)
-    _git(source, "init", "--quiet", "--initial-branch=stack")
+    git(source, "init", "--quiet", "--initial-branch=stack")
     # upstream's .gitignore hides nothing of the pinned tree, but says so only here
-    _git(source, "add", "--all", "--force")
-    _git(
-        source, "commit", "--quiet", "--message", f"llama.cpp {manifest.release} {manifest.commit}"
-    )
-    _git(source, "tag", BASE_TAG)
+    git(source, "add", "--all", "--force")
+    git(source, "commit", "--quiet", "--message", f"llama.cpp {manifest.release} {manifest.commit}")
+    git(source, "tag", BASE_TAG)
     for name in patch_stack.read_series(patches):
-        _git(
+        git(
             source,
             "-c",
             "core.autocrlf=false",
@@ -89,7 +88,7 @@ def work_tree(manifest: Manifest, patches: Path, source: Path) -> None:
 
 def _base(manifest: Manifest, folder: Path) -> str:
     """The newest commit of the current branch whose tree is the pinned one."""
-    log = _git(folder, "log", "--first-parent", "--format=%H %T").decode().split("\n")
+    log = git(folder, "log", "--first-parent", "--format=%H %T").decode().split("\n")
     for line in log:
         commit, _, tree = line.partition(" ")
         if tree == manifest.tree:
@@ -123,16 +122,16 @@ def regenerate(manifest: Manifest, folder: Path, patches: Path) -> list[str]:
     What is written was parsed and checked before anything in patches changes. Raises
     WORK_TREE_INVALID, PATCH_*.
     """
-    if _git(folder, "status", "--porcelain").strip():
+    if git(folder, "status", "--porcelain").strip():
         raise LlamaSourceError(
             Reason.WORK_TREE_INVALID, f"{folder} has changes that are not committed"
         )
     base = _base(manifest, folder)
-    commits = _git(folder, "rev-list", "--reverse", "--first-parent", f"{base}..HEAD").decode()
+    commits = git(folder, "rev-list", "--reverse", "--first-parent", f"{base}..HEAD").decode()
     written: dict[str, bytes] = {}
     parsed: list[diff.Patch] = []
     for number, commit in enumerate(commits.split(), 1):
-        text = _git(folder, *_FORMAT, "-1", commit)
+        text = git(folder, *_FORMAT, "-1", commit)
         draft = diff.parse(f"commit {commit[:12]}", text.decode("utf-8"))
         name = patch_name(number, draft.subject)
         parsed.append(diff.parse(name, text.decode("utf-8")))
