@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -243,28 +245,49 @@ size_t StateBytes(const Stage& stage) {
   return bytes;
 }
 
+// The choices of six experts, their weights, and the shared expert's part, in each of the layers.
 TEST_F(DeepSeek4, ExpertsOfEveryLayerAreThoseOfTheWholeModel) {
+  constexpr size_t kRows = 150;
+  constexpr size_t kUsed = 6;
   const std::vector<std::string> names = {"ffn_moe_topk", "ffn_moe_weights", "ffn_moe_out",
                                           "ffn_shexp", "ffn_out"};
-  const std::vector<llama_token> tokens = Tokens(150, 3);
+  const std::vector<llama_token> tokens = Tokens(kRows, 3);
   Recorder whole(names);
+  int layers = 0;
   {
     Stage stage = Open(0, -1, &whole);
+    layers = llama_model_n_layer(stage.model.get());
     ASSERT_FALSE(Evaluate(stage, tokens, 0, 64).empty());
   }
-  // The choices of six experts, and the shared expert's part, in each of the layers.
-  for (int layer = 0; layer < kLayers; ++layer) {
+  const int experts = std::atoi(std::getenv("DEEPSEEK4_EXPERTS"));
+  std::set<int32_t> chosen;
+  for (int layer = 0; layer < layers; ++layer) {
     const std::string il = "-" + std::to_string(layer);
     ASSERT_EQ(whole.seen().count("ffn_moe_topk" + il), 1u) << il;
     ASSERT_EQ(whole.seen().count("ffn_shexp" + il), 1u) << il;
+    const std::vector<char>& bytes = whole.seen().at("ffn_moe_topk" + il);
+    ASSERT_EQ(bytes.size(), kRows * kUsed * sizeof(int32_t)) << il;
+    const auto* choices = reinterpret_cast<const int32_t*>(bytes.data());
+    for (size_t row = 0; row < kRows; ++row) {
+      const std::set<int32_t> of_row(choices + row * kUsed, choices + (row + 1) * kUsed);
+      EXPECT_EQ(of_row.size(), kUsed) << il << ", row " << row;
+      chosen.insert(of_row.begin(), of_row.end());
+    }
   }
-  for (const std::vector<int>& cuts : {std::vector<int>{1, 3, 5}, {2, 6}, {1, 2, 3, 4, 5, 6, 7}}) {
+  // All of them, none besides.
+  EXPECT_EQ(static_cast<int>(chosen.size()), experts);
+  EXPECT_EQ(*chosen.begin(), 0);
+  EXPECT_EQ(*chosen.rbegin(), experts - 1);
+
+  std::vector<int> each(layers - 1);
+  std::iota(each.begin(), each.end(), 1);
+  for (const std::vector<int>& cuts : {std::vector<int>{1, 3, 5}, {2, 6}, each}) {
     SCOPED_TRACE(testing::PrintToString(cuts));
     Recorder split(names);
     std::vector<float> boundary;
     int begin = 0;
     for (size_t i = 0; i <= cuts.size(); ++i) {
-      const int end = i < cuts.size() ? cuts[i] : kLayers;
+      const int end = i < cuts.size() ? cuts[i] : layers;
       Stage stage = Open(begin, end, &split);
       boundary = Evaluate(stage, tokens, 0, 64, begin == 0 ? nullptr : &boundary);
       ASSERT_FALSE(boundary.empty());

@@ -3,15 +3,17 @@
     meshnet inspect model.gguf
     meshnet inspect model-00001-of-00003.gguf --cuts 12,30 --json
     meshnet inspect model.gguf --stages 4 --svg layers.svg
-    meshnet inspect model.gguf --contract deepseek-v4-flash
+    meshnet inspect model.gguf --contract deepseek-v4-flash --manifest manifest.json --json
 
 Takes one GGUF file, or any part of a split set. Reads headers alone, so a model of any size takes
 moments. A tensor that no class covers, or one that the architecture requires and the file lacks,
-is an error. With --contract, so is a model other than the one that is meant.
+is an error. With --contract, so is a model other than the one that is meant, with --manifest one
+whose headers are not the manifest's; the report then names the checkpoint and the exact artifact.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +25,11 @@ from absl import app, flags
 
 from meshnet_gguf import inventory_picture
 from meshnet_gguf.cli import output
-from meshnet_gguf.contract import load_contract, require_contract
+from meshnet_gguf.contract import Contract, load_contract, require_contract
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model, read_model
 from meshnet_gguf.inventory import Inventory, Layer, even_split, take_inventory
+from meshnet_gguf.manifest import Manifest, check_headers, read_manifest
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
@@ -43,6 +46,10 @@ _CONTRACT = flags.DEFINE_string(
     "contract", None, "Refuse a model that is not the one of this contract."
 )
 
+_MANIFEST = flags.DEFINE_string(
+    "manifest", None, "Refuse an artifact that is not the one of this manifest."
+)
+
 _Split = tuple[tuple[int, int], ...]
 
 
@@ -54,8 +61,12 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError("expected --cuts or --stages, got both")
     model = read_model(output.given_path(arguments[0]))
     inventory = take_inventory(model)
-    if _CONTRACT.value:
-        require_contract(load_contract(_CONTRACT.value), model, inventory)
+    contract = load_contract(_CONTRACT.value) if _CONTRACT.value else None
+    if contract:
+        require_contract(contract, model, inventory)
+    manifest = read_manifest(output.given_path(_MANIFEST.value)) if _MANIFEST.value else None
+    if manifest:
+        check_headers(manifest, model)
     if _STAGES.value:
         cuts = [begin for begin, _ in even_split(inventory, _STAGES.value)[1:]]
     else:
@@ -66,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
             inventory_picture.render(inventory, split), encoding="utf-8"
         )
     if output.wants_json():
-        output.print_json(report(model, inventory, split))
+        output.print_json(report(model, inventory, split, contract, manifest))
     else:
         print_report(model, inventory, split, rich.console.Console(highlight=False))
     return 0
@@ -97,9 +108,19 @@ def _layers_of(cuts: Sequence[str]) -> list[int]:
     return layers
 
 
-def report(model: Model, inventory: Inventory, split: _Split) -> dict[str, Any]:
+def report(
+    model: Model,
+    inventory: Inventory,
+    split: _Split,
+    contract: Contract | None = None,
+    manifest: Manifest | None = None,
+) -> dict[str, Any]:
     """What --json prints. Sizes are bytes, layer ranges half-open."""
     return {
+        "contract": contract
+        and {"name": contract.name, "sha256": contract.sha256, "source": contract.terms["source"]},
+        "artifact": manifest
+        and {"sha256": manifest.artifact_sha256, "origin": dataclasses.asdict(manifest.origin)},
         "files": [{"name": file.path.name, "bytes": file.bytes} for file in model.files],
         "architecture": inventory.architecture,
         "main_layers": inventory.main_layers,

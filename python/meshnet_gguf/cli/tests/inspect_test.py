@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pathlib
@@ -94,6 +95,23 @@ def test_contract_accepts_what_is_meant_and_refuses_another() -> None:
     assert "expected 43 main layers" in error["message"]
     error = answer("inspect", TINY, "--contract=unknown", code=1)["error"]
     assert error["reason"] == "CONFIGURATION_INVALID"
+
+
+def test_report_names_the_checkpoint_and_the_exact_artifact(tmp_path: pathlib.Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    made = meshnet("manifest", TINY, "--repository=example/tiny", f"--out={manifest}")
+    assert made.returncode == 0, made.stderr
+    plain = answer("inspect", TINY)
+    assert (plain["contract"], plain["artifact"]) == (None, None)
+    found = answer("inspect", TINY, "--contract=deepseek4-tiny-fixture", f"--manifest={manifest}")
+    assert found["contract"]["name"] == "deepseek4-tiny-fixture"
+    assert found["contract"]["source"]["model"] == "//tests/fixtures:deepseek4_tiny"
+    assert found["artifact"]["sha256"] == hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert found["artifact"]["origin"]["repository"] == "example/tiny"
+    assert found["tensors"] == plain["tensors"]
+    first = os.environ["FIXTURE_TINY_SPLIT"].split()[0]
+    error = answer("inspect", first, f"--manifest={manifest}", code=1)["error"]
+    assert error["reason"] == "ARTIFACT_MISMATCH"
 
 
 def test_refusals_have_a_reason(tmp_path: pathlib.Path) -> None:
