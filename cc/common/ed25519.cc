@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "cc/common/openssl_ptr.h"
 #include "cc/common/sha256.h"
 #include "cc/common/status.h"
 
@@ -19,17 +20,9 @@ constexpr size_t kKeyBytes = 32;
 constexpr size_t kKeyIdDigits = 32;
 constexpr absl::string_view kEnd = "-----END PUBLIC KEY-----";
 
-template <auto Free>
-struct Freer {
-  template <typename T>
-  void operator()(T* object) const {
-    Free(object);
-  }
-};
-
-using Bio = std::unique_ptr<BIO, Freer<BIO_free>>;
-using Key = std::unique_ptr<EVP_PKEY, Freer<EVP_PKEY_free>>;
-using DigestContext = std::unique_ptr<EVP_MD_CTX, Freer<EVP_MD_CTX_free>>;
+using Bio = OpensslPtr<BIO, BIO_free>;
+using Key = OpensslPtr<EVP_PKEY, EVP_PKEY_free>;
+using DigestContext = OpensslPtr<EVP_MD_CTX, EVP_MD_CTX_free>;
 
 const uint8_t* Bytes(absl::string_view text) {
   return reinterpret_cast<const uint8_t*>(text.data());

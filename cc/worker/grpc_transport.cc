@@ -1,6 +1,7 @@
 #include "cc/worker/grpc_transport.h"
 
 #include <deque>
+#include <iterator>
 #include <list>
 #include <optional>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "grpcpp/client_context.h"
 #include "grpcpp/create_channel.h"
 #include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/security/credentials.h"
 #include "grpcpp/support/channel_arguments.h"
 #include "grpcpp/support/client_callback.h"
 
@@ -233,28 +235,29 @@ class ChannelPool {
   explicit ChannelPool(const GrpcTransportOptions& options) : options_(options) {}
 
   std::shared_ptr<grpc::Channel> Get(const std::string& endpoint) {
+    // Reads files: before the lock that others wait for.
+    const std::shared_ptr<grpc::ChannelCredentials> credentials =
+        options_.tls != nullptr ? options_.tls->ChannelCredentials() : plaintext_;
     absl::MutexLock lock(&mu_);
     for (auto it = channels_.begin(); it != channels_.end(); ++it) {
-      if (it->first != endpoint) continue;
+      if (it->endpoint != endpoint) continue;
+      if (it->credentials != credentials) {
+        // Who this worker is, or whom it trusts, has changed. Streams keep the old line.
+        Retire(it);
+        break;
+      }
       channels_.splice(channels_.begin(), channels_, it);
-      return channels_.front().second;
+      return channels_.front().channel;
     }
-    channels_.emplace_front(endpoint, Connect(endpoint));
-    if (channels_.size() > kMaxChannels) {
-      retired_.push_back(std::move(channels_.back().second));
-      channels_.pop_back();
-    }
-    return channels_.front().second;
+    channels_.push_front({endpoint, credentials, Connect(endpoint, credentials)});
+    if (channels_.size() > kMaxChannels) Retire(std::prev(channels_.end()));
+    return channels_.front().channel;
   }
 
   void Forget(const std::string& endpoint, const grpc::Channel* channel) {
     absl::MutexLock lock(&mu_);
     for (auto it = channels_.begin(); it != channels_.end(); ++it) {
-      if (it->first != endpoint || it->second.get() != channel) continue;
-      while (!retired_.empty() && retired_.front().use_count() == 1) retired_.pop_front();
-      retired_.push_back(std::move(it->second));
-      channels_.erase(it);
-      return;
+      if (it->endpoint == endpoint && it->channel.get() == channel) return Retire(it);
     }
   }
 
@@ -274,7 +277,7 @@ class ChannelPool {
       absl::MutexLock lock(&mu_);
       const bool done = mu_.AwaitWithTimeout(
           absl::Condition(+[](int* streams) { return *streams == 0; }, &streams_), kStreamsMayEnd);
-      for (auto& [endpoint, channel] : channels_) channels.push_back(std::move(channel));
+      for (Line& line : channels_) channels.push_back(std::move(line.channel));
       channels.splice(channels.end(), retired_);
       channels_.clear();
       // A handler that never returns: better a leak at the end of the process than its death.
@@ -285,7 +288,22 @@ class ChannelPool {
  private:
   static constexpr absl::Duration kStreamsMayEnd = absl::Seconds(5);
 
-  std::shared_ptr<grpc::Channel> Connect(const std::string& endpoint) const {
+  struct Line {
+    std::string endpoint;
+    // With which it was dialed.
+    std::shared_ptr<grpc::ChannelCredentials> credentials;
+    std::shared_ptr<grpc::Channel> channel;
+  };
+
+  void Retire(std::list<Line>::iterator line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    while (!retired_.empty() && retired_.front().use_count() == 1) retired_.pop_front();
+    retired_.push_back(std::move(line->channel));
+    channels_.erase(line);
+  }
+
+  std::shared_ptr<grpc::Channel> Connect(
+      const std::string& endpoint,
+      const std::shared_ptr<grpc::ChannelCredentials>& credentials) const {
     grpc::ChannelArguments arguments;
     for (const auto& [name, value] : TransportArguments(options_)) arguments.SetInt(name, value);
     arguments.SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
@@ -294,16 +312,14 @@ class ChannelPool {
     if (!options_.tls_target_name.empty()) {
       arguments.SetSslTargetNameOverride(options_.tls_target_name);
     }
-    return grpc::CreateCustomChannel(
-        endpoint,
-        options_.credentials != nullptr ? options_.credentials : grpc::InsecureChannelCredentials(),
-        arguments);
+    return grpc::CreateCustomChannel(endpoint, credentials, arguments);
   }
 
   const GrpcTransportOptions options_;
+  const std::shared_ptr<grpc::ChannelCredentials> plaintext_ = grpc::InsecureChannelCredentials();
   absl::Mutex mu_;
   // Most recently used first.
-  std::list<std::pair<std::string, std::shared_ptr<grpc::Channel>>> channels_ ABSL_GUARDED_BY(mu_);
+  std::list<Line> channels_ ABSL_GUARDED_BY(mu_);
   // No longer dialed; the newest stays.
   std::list<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);
   int streams_ ABSL_GUARDED_BY(mu_) = 0;
@@ -492,7 +508,7 @@ class GrpcDialerImpl final : public GrpcDialer {
                     std::shared_ptr<Stream>* stream) override {
     const auto parsed = ParseEndpoint(call.endpoint);
     if (!parsed.ok()) return parsed.status();
-    if (options_.credentials == nullptr && !parsed->is_loopback && !options_.allow_insecure) {
+    if (options_.tls == nullptr && !parsed->is_loopback && !options_.allow_insecure) {
       return MakeError(
           v1::REASON_INSECURE_TRANSPORT,
           absl::StrCat("expected TLS or a loopback address to dial, got ", call.endpoint,

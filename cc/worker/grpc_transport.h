@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "cc/worker/tls_files.h"
 #include "cc/worker/transport.h"
-#include "grpcpp/security/credentials.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/server_callback.h"
 
@@ -32,7 +32,7 @@ struct GrpcTransportOptions {
   absl::Duration keepalive_timeout = absl::Seconds(5);
   uint64_t max_message_bytes = 64 << 20;
   // Null: plaintext. TLS endpoints are verified against `tls_target_name` when it is set.
-  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  std::shared_ptr<TlsFiles> tls;
   std::string tls_target_name;
   // Plaintext to endpoints that are not loopback.
   bool allow_insecure = false;

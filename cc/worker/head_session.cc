@@ -232,6 +232,7 @@ void HeadSession::Refill() {
   if (!generation_.has_value()) return;
   Generation& generation = *generation_;
   auto step = std::make_unique<QueuedStep>();
+  step->arrived = core_->options.now();
   WireStep& wire = step->wire;
   const size_t left = generation.prompt.size() - generation.taken;
   if (left > 0) {
@@ -263,6 +264,10 @@ void HeadSession::Refill() {
                           wire.start_position + static_cast<uint32_t>(wire.token_ids.size()),
                           wire.phase == Phase::kPrefill, wire.output_rows == OutputRows::kLast});
   queue_.push_back(std::move(step));
+}
+
+void HeadSession::OnSentOn(const WireStep& wire) {
+  if (wire.phase == Phase::kDecode) decode_sent_ = {wire.step, core_->options.now()};
 }
 
 bool HeadSession::OutputWritable() const { return upstream_->writable(); }
@@ -354,6 +359,9 @@ void HeadSession::OnResult(uint64_t step, uint32_t cached_tokens,
   }
   const Outstanding done = outstanding_.front();
   outstanding_.pop_front();
+  if (decode_sent_.first == step) {
+    core_->counters.decode_round_trip.Add(core_->options.now() - decode_sent_.second);
+  }
   if (cached_tokens != done.end_position || token.has_value() != done.sampled ||
       logits.empty() == (done.sampled && generation_->return_logits)) {
     return End(

@@ -39,6 +39,7 @@ class HeadSession : public Session {
   void Refill() override;
   bool ExpectsWork() const override { return generation_.has_value(); }
   bool OutputWritable() const override;
+  void OnSentOn(const WireStep& wire) override;
   void OnTailOutput(const WireStep& wire, StepOutput output) override;
   void SendClosed(const std::vector<v1::StageReceipt>& receipts) override;
   Payload ErrorMessage(const absl::Status& status, const v1::LayerRange& stage) override;
@@ -87,6 +88,8 @@ class HeadSession : public Session {
   void StopGeneration();
 
   uint64_t last_step_ = 0;
+  // The newest decode step that left for the next stage, and when.
+  std::pair<uint64_t, absl::Time> decode_sent_;
   uint64_t last_generation_ = 0;
   // Tokens that every stage holds for certain.
   uint32_t cached_ = 0;

@@ -48,13 +48,9 @@
 #include "cc/worker/relay_transport.h"
 #include "cc/worker/route_token.h"
 #include "cc/worker/shard_server.h"
+#include "cc/worker/tls_files.h"
 #include "cc/worker/worker.h"
 #include "google/protobuf/stubs/common.h"
-#include "grpcpp/completion_queue.h"
-#include "grpcpp/security/credentials.h"
-#include "grpcpp/security/server_credentials.h"
-#include "grpcpp/server.h"
-#include "grpcpp/server_builder.h"
 
 ABSL_FLAG(std::string, listen, "127.0.0.1:0",
           "Address to serve on, host:port; port 0 takes a free one.");
@@ -190,68 +186,25 @@ absl::StatusOr<std::string> ReadPem(const std::string& flag, const std::string& 
   return pem;
 }
 
-// gRPC reads the credentials only when it binds a port, so this one binds one.
-bool CanServe(const grpc::SslServerCredentialsOptions& tls) {
-  int port = 0;
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort("127.0.0.1:0", grpc::SslServerCredentials(tls), &port);
-  const auto queue = builder.AddCompletionQueue();
-  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server != nullptr) server->Shutdown();
-  queue->Shutdown();
-  void* tag = nullptr;
-  for (bool ok = false; queue->Next(&tag, &ok);) {
-  }
-  return server != nullptr && port != 0;
-}
-
-// Fills the credentials of both directions from the TLS flags; leaves them null in plaintext.
-absl::Status LoadTls(ShardServerOptions* options) {
-  const std::string cert_path = absl::GetFlag(FLAGS_tls_cert);
-  const std::string key_path = absl::GetFlag(FLAGS_tls_key);
-  const std::string ca_path = absl::GetFlag(FLAGS_tls_ca);
-  if (cert_path.empty() && key_path.empty() && ca_path.empty()) return absl::OkStatus();
-  if (cert_path.empty() || key_path.empty() || ca_path.empty()) {
+// What proves who this worker is, and whom it trusts; leaves it null in plaintext.
+absl::Status LoadTls(const Logger* logger, GrpcTransportOptions* options) {
+  TlsPaths paths = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
+                    absl::GetFlag(FLAGS_tls_ca)};
+  const int given = !paths.certificate.empty() + !paths.key.empty() + !paths.authorities.empty();
+  if (given == 0) return absl::OkStatus();
+  if (given != 3) {
     return MakeError(v1::REASON_CONFIGURATION_INVALID,
                      "expected --tls_cert, --tls_key and --tls_ca together: both ends of a "
                      "connection prove who they are");
   }
-  const auto cert = ReadPem("tls_cert", cert_path, "CERTIFICATE");
-  if (!cert.ok()) return cert.status();
-  const auto key = ReadPem("tls_key", key_path, "PRIVATE KEY");
-  if (!key.ok()) return key.status();
-  const auto ca = ReadPem("tls_ca", ca_path, "CERTIFICATE");
-  if (!ca.ok()) return ca.status();
-  grpc::SslServerCredentialsOptions pair(GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
-  pair.pem_key_cert_pairs.push_back({*key, *cert});
-  if (!CanServe(pair)) {
-    return MakeError(
-        v1::REASON_CONFIGURATION_INVALID,
-        absl::StrCat("expected --tls_key to name the private key of the first certificate in "
-                     "--tls_cert; '",
-                     key_path, "' and '", cert_path, "' do not fit, or one of them is damaged"));
-  }
-  grpc::SslServerCredentialsOptions server(
-      GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  server.pem_root_certs = *ca;
-  server.pem_key_cert_pairs.push_back({*key, *cert});
-  if (!CanServe(server)) {
-    return MakeError(v1::REASON_CONFIGURATION_INVALID,
-                     absl::StrCat("expected --tls_ca to name a PEM file with certificates of "
-                                  "authorities, those in '",
-                                  ca_path, "' are damaged"));
-  }
-  options->credentials = grpc::SslServerCredentials(server);
-  grpc::SslCredentialsOptions client;
-  client.pem_root_certs = *ca;
-  client.pem_private_key = *key;
-  client.pem_cert_chain = *cert;
-  options->transport.credentials = grpc::SslCredentials(client);
-  options->transport.tls_target_name = absl::GetFlag(FLAGS_tls_target_name);
+  auto files = TlsFiles::Load(std::move(paths), logger);
+  if (!files.ok()) return files.status();
+  options->tls = *std::move(files);
+  options->tls_target_name = absl::GetFlag(FLAGS_tls_target_name);
   return absl::OkStatus();
 }
 
-absl::StatusOr<ShardServerOptions> ServerOptionsFromFlags() {
+absl::StatusOr<ShardServerOptions> ServerOptionsFromFlags(const Logger* logger) {
   ShardServerOptions options;
   options.listen = absl::GetFlag(FLAGS_listen);
   options.transport.keepalive_time = absl::GetFlag(FLAGS_keepalive_time);
@@ -262,7 +215,7 @@ absl::StatusOr<ShardServerOptions> ServerOptionsFromFlags() {
     return MakeError(v1::REASON_CONFIGURATION_INVALID,
                      "expected --keepalive_time and --keepalive_timeout of at least 10ms");
   }
-  if (absl::Status status = LoadTls(&options); !status.ok()) return status;
+  if (absl::Status status = LoadTls(logger, &options.transport); !status.ok()) return status;
   return options;
 }
 
@@ -288,7 +241,7 @@ absl::StatusOr<std::vector<RelayListenerOptions>> RelayOptionsFromFlags(
       return MakeError(v1::REASON_CONFIGURATION_INVALID,
                        absl::StrCat("--relay: ", endpoint.status().message()));
     }
-    if (transport.credentials == nullptr && !endpoint->is_loopback && !transport.allow_insecure) {
+    if (transport.tls == nullptr && !endpoint->is_loopback && !transport.allow_insecure) {
       return MakeError(v1::REASON_INSECURE_TRANSPORT,
                        absl::StrCat("expected TLS keys or a relay on loopback, got ", text,
                                     "; or give the insecure flag"));
@@ -296,7 +249,7 @@ absl::StatusOr<std::vector<RelayListenerOptions>> RelayOptionsFromFlags(
     RelayListenerOptions options;
     options.endpoint = endpoint->ToString();
     options.peer_id = peer_id;
-    options.authenticated = transport.credentials != nullptr;
+    options.authenticated = transport.tls != nullptr;
     all.push_back(std::move(options));
   }
   return all;
@@ -365,16 +318,28 @@ absl::Status WritePortFile(const std::string& path, int port) {
   return absl::OkStatus();
 }
 
-// SIGTERM and SIGINT as something to poll for. Before any thread is started.
+// SIGTERM and SIGINT as something to poll for, and SIGCONT, by which the end of the parent is
+// heard of. Before any thread is started.
 int BlockSignals() {
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGCONT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
   return signalfd(-1, &signals, SFD_CLOEXEC);
 }
+
+// The process that --die_with_parent speaks of; 0 = none.
+pid_t Parent() {
+  if (!absl::GetFlag(FLAGS_die_with_parent)) return 0;
+  static const pid_t at_start = getppid();
+  const int32_t told = absl::GetFlag(FLAGS_parent_pid);
+  return told != 0 ? told : at_start;
+}
+
+bool ParentIsGone() { return Parent() != 0 && getppid() != Parent(); }
 
 // Gives back the pages of the program itself: those that starting needed and serving does not (the
 // loader, flags, kernels for other shapes) stay away, the others come back from the page cache when
@@ -445,8 +410,8 @@ class Process {
       listeners_.push_back(std::make_unique<RelayListener>(relay, grpc_.get(), &worker_, &logger_));
     }
     loader_ = std::thread([this] { Load(); });
-    const bool signalled = WaitForLoad();
-    if (signalled && !load_done_) {
+    const bool told_to_end = WaitForLoad();
+    if (told_to_end && !load_done_) {
       // Loading cannot be interrupted, and nothing is served yet that could be lost.
       logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "loading"}});
       _exit(kExitOk);
@@ -455,10 +420,7 @@ class Process {
     if (!load_status_.ok()) {
       return Failed("load_failed", load_status_, ExitCodeOf(load_status_));
     }
-    if (!signalled) {
-      while (!WaitReadable(signal_fd_, absl::InfiniteFuture())) {
-      }
-      TakeSignal();
+    while (!told_to_end && !(WaitReadable(signal_fd_, absl::InfiniteFuture()) && TakeSignal())) {
     }
     Drain();
     logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}});
@@ -484,21 +446,27 @@ class Process {
     if (write(loaded_fd_, &one, sizeof(one)) != sizeof(one)) std::abort();
   }
 
-  // True when a signal came first.
+  // True when it was told to end, perhaps before it had loaded.
   bool WaitForLoad() {
     pollfd entries[] = {{loaded_fd_, POLLIN, 0}, {signal_fd_, POLLIN, 0}};
-    while (poll(entries, 2, -1) < 0) {
+    bool told_to_end = false;
+    while (!load_done_ && !told_to_end) {
+      if (poll(entries, 2, -1) < 0) continue;
+      load_done_ = (entries[0].revents & POLLIN) != 0;
+      told_to_end = (entries[1].revents & POLLIN) != 0 && TakeSignal();
     }
-    load_done_ = (entries[0].revents & POLLIN) != 0;
-    const bool signalled = (entries[1].revents & POLLIN) != 0;
-    if (signalled) TakeSignal();
-    return signalled;
+    return told_to_end;
   }
 
-  void TakeSignal() {
+  // Whether it says that this process is to end.
+  bool TakeSignal() {
     signalfd_siginfo info = {};
-    if (read(signal_fd_, &info, sizeof(info)) != sizeof(info)) return;
-    logger_.Log(Severity::kInfo, "signal", {{"number", info.ssi_signo}});
+    if (read(signal_fd_, &info, sizeof(info)) != sizeof(info)) return false;
+    const bool continued = info.ssi_signo == static_cast<uint32_t>(SIGCONT);
+    if (continued && !ParentIsGone()) return false;
+    logger_.Log(Severity::kInfo, "signal",
+                {{"number", info.ssi_signo}, {"parent_is_gone", ParentIsGone()}});
+    return true;
   }
 
   void Drain() {
@@ -507,7 +475,7 @@ class Process {
     // What the last sessions were told is to reach their peers: a connection that closes while its
     // peer sends loses what the peer has not read yet.
     while (worker_.is_busy() && absl::Now() < deadline) {
-      if (WaitReadable(signal_fd_, absl::Now() + kPoll)) break;
+      if (WaitReadable(signal_fd_, absl::Now() + kPoll) && TakeSignal()) break;
     }
     listeners_.clear();
     worker_.Stop();
@@ -584,18 +552,18 @@ void PrintHelp() {
 
 int Main() {
   SilenceProtobuf();
-  static const Logger grpc_logger;
-  LogGrpcTo(&grpc_logger);
+  static const Logger logger;
+  LogGrpcTo(&logger);
   // gRPC starts threads as soon as it has something to read.
   const int signal_fd = BlockSignals();
   const auto refuse = [](const absl::Status& status) {
-    Logger().Log(Severity::kError, "flags_refused",
-                 {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
+    logger.Log(Severity::kError, "flags_refused",
+               {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
     const ExitCode code = ExitCodeOf(status);
     return code == kExitIdentity ? code : kExitFlags;
   };
   if (absl::Status status = CheckEngineFlags(); !status.ok()) return refuse(status);
-  const auto server_options = ServerOptionsFromFlags();
+  const auto server_options = ServerOptionsFromFlags(&logger);
   if (!server_options.ok()) return refuse(server_options.status());
   const auto worker_options = WorkerOptionsFromFlags();
   if (!worker_options.ok()) return refuse(worker_options.status());
@@ -603,11 +571,11 @@ int Main() {
   if (!relays.ok()) return refuse(relays.status());
   auto authorizer = AuthorizerFromFlags();
   if (!authorizer.ok()) return refuse(authorizer.status());
-  if (absl::GetFlag(FLAGS_die_with_parent)) {
-    prctl(PR_SET_PDEATHSIG, SIGTERM);
-    const int32_t parent = absl::GetFlag(FLAGS_parent_pid);
-    if (parent != 0 && getppid() != parent) {
-      Logger().Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "parent is gone"}});
+  if (Parent() != 0) {
+    // Unlike SIGTERM it also reaches a process that is stopped, and lets it go on to its end.
+    prctl(PR_SET_PDEATHSIG, SIGCONT);
+    if (ParentIsGone()) {
+      logger.Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "parent is gone"}});
       return kExitOk;
     }
   }

@@ -72,8 +72,8 @@ class DownstreamHandler : public StreamHandler {
 // A step of a session on its way through the engine.
 class SessionTask : public EngineTask {
  public:
-  SessionTask(std::shared_ptr<Session> session, WireStep wire, bool is_tail)
-      : session_(std::move(session)), wire_(std::move(wire)) {
+  SessionTask(std::shared_ptr<Session> session, WireStep wire, absl::Time arrived, bool is_tail)
+      : session_(std::move(session)), wire_(std::move(wire)), arrived_(arrived) {
     step_.session = wire_.session;
     step_.step = wire_.step;
     step_.phase = wire_.phase;
@@ -93,12 +93,13 @@ class SessionTask : public EngineTask {
     std::vector<Payload> messages;
     if (output.status.ok()) output.status = session_->EncodeOutput(wire_, &output, &messages);
     absl::MutexLock lock(&session_->core_->mu);
-    session_->OnStepDone(wire_, std::move(output), std::move(messages));
+    session_->OnStepDone(wire_, arrived_, std::move(output), std::move(messages));
   }
 
  private:
   const std::shared_ptr<Session> session_;
   const WireStep wire_;
+  const absl::Time arrived_;
   Step step_;
 };
 
@@ -188,7 +189,9 @@ absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
     return MakeError(
         v1::REASON_ARTIFACT_MISMATCH,
         absl::StrCat("expected artifact ", capability.artifact_sha256, ", got ",
-                     route.artifact_sha256(), "; route to workers that have loaded one artifact"));
+                     route.artifact_sha256(),
+                     "; route to workers that have loaded one artifact, all by one "
+                     "manifest or all without: a manifest makes an artifact of its own"));
   }
   if (route.recipe_fingerprint() != capability.recipe_fingerprint) {
     return MakeError(
@@ -284,6 +287,7 @@ void Session::DialNext() {
     EndHere(status);
     return;
   }
+  dialed_at_ = core_->options.now();
   SetPhaseDeadline(core_->options.dial_timeout, "accept the seam", NextHop().range());
   v1::SeamMessage message;
   v1::SeamOpen* seam = message.mutable_open();
@@ -297,6 +301,7 @@ void Session::DialNext() {
 void Session::OnDownstreamConnected() {
   if (ended() || downstream_connected_) return;
   downstream_connected_ = true;
+  core_->counters.seam_connect.Add(core_->options.now() - dialed_at_);
   if (state_ == State::kOpening) {
     SetPhaseDeadline(core_->options.open_timeout, "agree to the route", NextHop().range());
   }
@@ -445,7 +450,7 @@ void Session::Pump() {
     }
     running_ = true;
     core_->scheduler->Submit(std::make_shared<SessionTask>(
-        shared_from_this(), std::move(next->wire), downstream_ == nullptr));
+        shared_from_this(), std::move(next->wire), next->arrived, downstream_ == nullptr));
   }
   const bool idle = queue_.empty() && !running_ && !ExpectsWork();
   if (state_ == State::kOpen && draining_input_ && idle) BeginClose();
@@ -495,17 +500,22 @@ absl::Status Session::EncodeOutput(const WireStep& wire, StepOutput* output,
   return absl::OkStatus();
 }
 
-void Session::OnStepDone(const WireStep& wire, StepOutput output, std::vector<Payload> messages) {
+void Session::OnStepDone(const WireStep& wire, absl::Time arrived, StepOutput output,
+                         std::vector<Payload> messages) {
   running_ = false;
   if (ended()) return;
   engine_time_ += output.engine_time;
   if (!output.status.ok()) return EndHere(output.status);
-  (wire.phase == Phase::kDecode ? decode_tokens_ : prefill_tokens_) += wire.token_ids.size();
+  const bool decode = wire.phase == Phase::kDecode;
+  (decode ? decode_tokens_ : prefill_tokens_) += wire.token_ids.size();
+  Counters& counters = core_->counters;
+  (decode ? counters.decode_stay : counters.prefill_stay).Add(core_->options.now() - arrived);
   if (wire.step <= cancelled_through_) {
     if (downstream_ != nullptr) ++credits_;
   } else if (downstream_ != nullptr) {
     recorded_step_ = wire.step;
     for (const Payload& message : messages) SendDownstream(message);
+    OnSentOn(wire);
     if (hop_index_ > 0) recorded_frames_ = std::move(messages);
   } else {
     OnTailOutput(wire, std::move(output));

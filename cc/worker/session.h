@@ -30,6 +30,7 @@
 #include "cc/protocol/frame_codec.h"
 #include "cc/shard_engine/shard_engine.h"
 #include "cc/worker/authorizer.h"
+#include "cc/worker/histogram.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/scheduler.h"
 #include "cc/worker/transport.h"
@@ -74,6 +75,11 @@ struct Counters {
   uint64_t sessions_failed = 0;
   uint64_t sessions_evicted = 0;
   std::map<std::string, uint64_t> refusals;
+  // See Metrics in shard.proto.
+  Histogram prefill_stay;
+  Histogram decode_stay;
+  Histogram seam_connect;
+  Histogram decode_round_trip;
 };
 
 // What all sessions of a worker share. Shared ownership: streams may outlive the worker object.
@@ -171,6 +177,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::string digest;
     // A repeat of the step before it: the recorded result is sent again.
     bool replay = false;
+    absl::Time arrived;
   };
 
   // ---- For the roles ----
@@ -184,6 +191,8 @@ class Session : public std::enable_shared_from_this<Session> {
   virtual bool OutputWritable() const = 0;
   // A step left queue_: for the engine, or dropped.
   virtual void OnTakenOff() {}
+  // A step's boundary is on its way to the next stage.
+  virtual void OnSentOn(const WireStep&) {}
   // The last stage's step is done.
   virtual void OnTailOutput(const WireStep& wire, StepOutput output) = 0;
   virtual void Replay(const QueuedStep&) {}
@@ -252,7 +261,8 @@ class Session : public std::enable_shared_from_this<Session> {
   // Without core->mu: turns an engine output into messages for the next stage.
   absl::Status EncodeOutput(const WireStep& wire, StepOutput* output,
                             std::vector<Payload>* messages) const;
-  void OnStepDone(const WireStep& wire, StepOutput output, std::vector<Payload> messages);
+  void OnStepDone(const WireStep& wire, absl::Time arrived, StepOutput output,
+                  std::vector<Payload> messages);
   void FlushCancel();
   void Finish(std::vector<v1::StageReceipt> later);
   void Detach(const absl::Status& status);
@@ -264,6 +274,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::optional<uint64_t> unsent_cancel_;
 
   absl::Time opened_at_;
+  absl::Time dialed_at_;
   absl::Time session_deadline_ = absl::InfiniteFuture();
   absl::Time phase_deadline_ = absl::InfiniteFuture();
   std::string phase_waiting_for_;

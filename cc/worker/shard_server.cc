@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "cc/common/status.h"
 #include "cc/worker/endpoint.h"
+#include "cc/worker/tls_files.h"
 #include "cc/worker/tokenizer_service.h"
 #include "grpc/grpc.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/security/server_credentials.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "proto/meshnet/shard/v1/shard.grpc.pb.h"
@@ -99,8 +102,8 @@ class ShardServerImpl final : public ShardServer {
   absl::Status Begin(const ShardServerOptions& options) {
     const auto endpoint = ParseEndpoint(options.listen, /*allow_any_port=*/true);
     if (!endpoint.ok()) return endpoint.status();
-    if (options.credentials == nullptr && !endpoint->is_loopback &&
-        !options.transport.allow_insecure) {
+    const std::shared_ptr<TlsFiles>& tls = options.transport.tls;
+    if (tls == nullptr && !endpoint->is_loopback && !options.transport.allow_insecure) {
       return MakeError(v1::REASON_INSECURE_TRANSPORT,
                        absl::StrCat("expected TLS keys or a loopback address to listen on, got ",
                                     options.listen, "; or give the insecure flag"));
@@ -108,10 +111,8 @@ class ShardServerImpl final : public ShardServer {
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     ApplyTransport(options, &builder);
-    builder.AddListeningPort(
-        endpoint->ToString(),
-        options.credentials != nullptr ? options.credentials : grpc::InsecureServerCredentials(),
-        &port_);
+    credentials_ = tls != nullptr ? tls->ServerCredentials() : grpc::InsecureServerCredentials();
+    builder.AddListeningPort(endpoint->ToString(), credentials_, &port_);
     builder.RegisterService(&shard_service_);
     builder.RegisterService(tokenizer_service_.get());
     server_ = builder.BuildAndStart();
@@ -161,6 +162,8 @@ class ShardServerImpl final : public ShardServer {
   const std::unique_ptr<v1::TokenizerService::CallbackService> tokenizer_service_;
   int port_ = 0;
   Endpoint endpoint_;
+  // Asked at every handshake, for as long as there is a server.
+  std::shared_ptr<grpc::ServerCredentials> credentials_;
   std::unique_ptr<grpc::Server> server_;
 };
 

@@ -12,15 +12,13 @@
 #include "absl/time/time.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/worker.h"
-#include "grpcpp/security/server_credentials.h"
 
 namespace meshnet::worker {
 
 struct ShardServerOptions {
   // host:port; port 0 takes a free one.
   std::string listen = "127.0.0.1:0";
-  // Null: plaintext, which only loopback addresses may use unless transport.allow_insecure.
-  std::shared_ptr<grpc::ServerCredentials> credentials;
+  // Without transport.tls only on loopback addresses, unless transport.allow_insecure.
   GrpcTransportOptions transport;
 };
 

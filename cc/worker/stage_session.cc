@@ -101,6 +101,7 @@ void StageSession::OnStep(WireStep step, std::string digest) {
   }
   --window_;
   queued->wire = std::move(step);
+  queued->arrived = core_->options.now();
   queue_.push_back(std::move(queued));
   Pump();
 }

@@ -670,6 +670,10 @@ v1::Metrics Worker::GetMetrics() const {
   metrics.set_sessions_cancelled(counters.sessions_cancelled);
   metrics.set_sessions_failed(counters.sessions_failed);
   metrics.set_sessions_evicted(counters.sessions_evicted);
+  *metrics.mutable_prefill_stay() = counters.prefill_stay.ToProto();
+  *metrics.mutable_decode_stay() = counters.decode_stay.ToProto();
+  *metrics.mutable_seam_connect() = counters.seam_connect.ToProto();
+  *metrics.mutable_decode_round_trip() = counters.decode_round_trip.ToProto();
   metrics.mutable_refusals()->insert(counters.refusals.begin(), counters.refusals.end());
   return metrics;
 }

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshnet_gguf.caches import session_bytes
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model
 from meshnet_gguf.inventory import Inventory, TensorClass
@@ -48,7 +49,6 @@ _BEAM = 100
 _FLOAT_BYTES = 4
 # A position and a token id travel with every row.
 _ROW_EXTRA_BYTES = 8
-_CACHE_ELEMENT_BYTES = 2
 
 _Range = tuple[int, int]
 
@@ -148,10 +148,12 @@ def shape_of(
         )
     streams = model.integer("hyper_connection.count") or 1
     notes = []
-    if cache_bytes_per_layer is None:
-        cache_bytes_per_layer = _dense_cache(model, inventory, context_tokens * sessions)
-        if cache_bytes_per_layer is None:
-            cache_bytes_per_layer = 0
+    if cache_bytes_per_layer is not None:
+        caches = [cache_bytes_per_layer] * inventory.main_layers
+    else:
+        held = session_bytes(model, inventory, context_tokens)
+        caches = [sessions * size for size in held or [0] * inventory.main_layers]
+        if held is None:
             notes.append(
                 f"caches are not reckoned with: how {model.architecture} keeps its tokens is not "
                 "known here; say how many bytes a layer"
@@ -164,8 +166,8 @@ def shape_of(
         layers=inventory.main_layers,
         cuts=cuts,
         memory={
-            layers: inventory.stage_bytes(layers) + cache_bytes_per_layer * (layers[1] - layers[0])
-            for layers in ranges
+            (begin, end): inventory.stage_bytes((begin, end)) + sum(caches[begin:end])
+            for begin, end in ranges
         },
         read={
             (begin, end): sum(read[begin:end]) + (read[-1] if end == inventory.main_layers else 0)
@@ -189,18 +191,6 @@ def _read_bytes(model: Model, inventory: Inventory) -> list[int]:
         elif item.layer < inventory.main_layers:
             read[item.layer] += size * share if item.kind is TensorClass.EXPERT else size
     return [math.ceil(value) for value in read]
-
-
-def _dense_cache(model: Model, inventory: Inventory, tokens: int) -> int | None:
-    """Bytes that a layer's cache of so many tokens takes; None where keys and values are not it."""
-    if any(layer.states != ("kv",) for layer in inventory.layers):
-        return None
-    heads = max(model.integers("attention.head_count"), default=0)
-    kept = max(model.integers("attention.head_count_kv"), default=heads)
-    width = model.integer("embedding_length") or 0
-    key = model.integer("attention.key_length") or (width // heads if heads else 0)
-    value = model.integer("attention.value_length") or key
-    return kept * (key + value) * _CACHE_ELEMENT_BYTES * tokens if key else None
 
 
 def make_plan(

@@ -12,13 +12,18 @@ names are in docs/metrics.md.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshnet_gguf.client import Metrics, WorkerClient
+from meshnet_gguf.client import Histogram, Metrics, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 
 __all__ = ["WorkerMetrics", "families"]
@@ -73,6 +78,27 @@ _COUNTERS: tuple[tuple[str, str, str, Callable[[Metrics], Mapping[str, float]]],
     ),
     ("refusals", "Refused calls and messages.", "reason", lambda m: m.refusals),
 )
+# Name, what it is, its label, how to read it.
+_HISTOGRAMS: tuple[tuple[str, str, str, Callable[[Metrics], Mapping[str, Histogram]]], ...] = (
+    (
+        "hop_seconds",
+        "A step's stay at this stage: queue, engine, encoding.",
+        "phase",
+        lambda m: {"prefill": m.prefill_stay, "decode": m.decode_stay},
+    ),
+    (
+        "seam_connect_seconds",
+        "Until the next stage took a call.",
+        "",
+        lambda m: {"": m.seam_connect},
+    ),
+    (
+        "decode_round_trip_seconds",
+        "At the head: from a step's departure to its token.",
+        "",
+        lambda m: {"": m.decode_round_trip},
+    ),
+)
 
 
 def families(found: Mapping[str, Metrics | None]) -> Iterable[Metric]:
@@ -95,6 +121,21 @@ def families(found: Mapping[str, Metrics | None]) -> Iterable[Metric]:
             for part, value in parts(metrics).items():
                 counter.add_metric([name, *([part] if label else [])], value)
         yield counter
+    for metric, text, label, spans in _HISTOGRAMS:
+        family = HistogramMetricFamily(
+            _PREFIX + metric, text, labels=["worker", *([label] if label else [])]
+        )
+        for name, metrics in known.items():
+            for part, times in spans(metrics).items():
+                _add_times(family, [name, *([part] if label else [])], times)
+        yield family
+
+
+def _add_times(family: HistogramMetricFamily, labels: list[str], times: Histogram) -> None:
+    bounds = [str(bound / 1e6) for bound in times.bounds_us] + ["+Inf"]
+    # Prometheus counts what is below a bound, all the way down. An older worker has none.
+    below = list(itertools.accumulate(times.counts or (0,)))
+    family.add_metric(labels, list(zip(bounds, below, strict=True)), times.sum_us / 1e6)
 
 
 class WorkerMetrics(Collector):

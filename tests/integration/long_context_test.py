@@ -6,8 +6,11 @@ import pathlib
 from collections.abc import AsyncIterator
 
 import pytest
+from meshnet_gguf.caches import session_bytes
 from meshnet_gguf.client import LayerRange, Route, open_route
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gguf_file import read_model
+from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 
 from proto.meshnet.shard.v1 import errors_pb2
@@ -83,6 +86,21 @@ async def test_limits_are_refused_alike_and_leave_nothing_behind(
             answers.append((await session.generate(prompt(40), max_tokens=20).result()).token_ids)
         await all_free(route)
     assert answers[0] == answers[1]
+
+
+async def test_what_a_session_holds_is_what_a_plan_reckons_with(route: Route) -> None:
+    model = read_model(MODEL)
+    async with asyncio.timeout(END), route.session() as session:
+        finished = await session.generate(
+            prompt(CONTEXT - 10), max_tokens=10, ignore_end_of_generation=True
+        ).result()
+        held = [metrics.kv_bytes for metrics in await route.metrics()]
+    assert finished.finished.cached_tokens == CONTEXT - 1
+    caches = session_bytes(
+        model, take_inventory(model), CONTEXT - 1, chunk_tokens=64, rollback_tokens=16
+    )
+    assert caches is not None
+    assert held == [sum(caches[0:3]), sum(caches[3:8])]
 
 
 async def test_going_back_within_the_rings_gives_the_same_text_again(route: Route) -> None:

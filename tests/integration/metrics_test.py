@@ -156,6 +156,17 @@ async def test_workers_without_a_node(tmp_path: pathlib.Path) -> None:
         assert value(samples, "meshnet_worker_tokens_total", **tokens["decode"]) == 3
         opened = {"worker": worker, "event": "opened"}
         assert value(samples, "meshnet_worker_sessions_total", **opened) == 1
+        # One chunk of the prompt, and three tokens behind the first.
+        hop = "meshnet_worker_hop_seconds"
+        assert value(samples, f"{hop}_count", **tokens["prefill"]) == 1
+        assert value(samples, f"{hop}_bucket", le="+Inf", **tokens["decode"]) == 3
+        assert value(samples, f"{hop}_sum", **tokens["decode"]) > 0
+    for name, counts in (("seam_connect", (1, 0)), ("decode_round_trip", (3, 0))):
+        found = [
+            value(samples, f"meshnet_worker_{name}_seconds_count", worker=worker)
+            for worker in (head, tail)
+        ]
+        assert tuple(found) == counts
     sent = value(samples, "meshnet_worker_bytes_total", worker=head, way="seam_sent")
     assert sent == value(samples, "meshnet_worker_bytes_total", worker=tail, way="seam_received")
     assert value(later, "meshnet_worker_up", worker=tail) == 0

@@ -149,6 +149,18 @@ async def test_a_worker_that_hangs_is_withdrawn_and_replaced(tmp_path: pathlib.P
         assert worker_pid(node) != hung
 
 
+async def test_a_stopped_worker_does_not_outlive_its_node(tmp_path: pathlib.Path) -> None:
+    patient = {"supervision": {"probe_timeout_ms": 60_000}}
+    async with (
+        tracked(tmp_path) as tracker,
+        running_node(node_values("n1", tracker.endpoint, (0, 8), **patient), tmp_path) as node,
+    ):
+        worker = worker_pid(node)
+        os.kill(worker, signal.SIGSTOP)
+        await node.kill()
+        await wait_gone(worker)
+
+
 async def test_a_worker_is_registered_while_its_relay_is_there(tmp_path: pathlib.Path) -> None:
     # Nothing but the node's word can end the registration while the test runs.
     async with (

@@ -1,6 +1,7 @@
 """Workers on parts of one artifact, each provisioned on a storage of its own."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,12 +9,14 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from meshnet_gguf.client import LayerRange, Route, WorkerClient, open_route
+from meshnet_gguf.client import LayerRange, Route, RouteHop, WorkerClient, open_route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 from meshnet_gguf.manifest import Manifest, Origin, make_manifest
 from meshnet_gguf.provision import Provisioned, open_sources, provision
 from meshnet_gguf.testing.model_server import ModelServer
+
+from proto.meshnet.shard.v1 import errors_pb2
 
 END = 60.0
 SPLIT = [pathlib.Path(path).absolute() for path in os.environ["FIXTURE_TINY_SPLIT"].split()]
@@ -111,6 +114,33 @@ async def test_stages_on_parts_are_one_model(
         async with await open_route(cluster.endpoints) as route:
             assert await generated(route) == expected
         assert await artifacts(cluster.endpoints) == {manifest.artifact_sha256}
+
+
+async def test_who_has_a_manifest_and_who_has_none_are_told_why_they_do_not_fit(
+    manifest: Manifest, server: ModelServer, tmp_path: pathlib.Path
+) -> None:
+    layers = LayerRange(4, 8)
+    done = await provisioned(manifest, server, tmp_path, layers)
+    specs = [WorkerSpec(LayerRange(0, 4), SPLIT[0], FLAGS), spec(done, layers)]
+    async with asyncio.timeout(END), LocalCluster(specs) as cluster:
+        with pytest.raises(MeshnetError) as caught:
+            await open_route(cluster.endpoints)
+        # As the head itself says it, whatever a client believes.
+        async with WorkerClient(cluster.endpoints[0]) as head:
+            own = await head.capability()
+            other = dataclasses.replace(own, artifact_sha256=manifest.artifact_sha256)
+            hops = [
+                RouteHop(cluster.endpoints[0], own.layers),
+                RouteHop(cluster.endpoints[1], layers),
+            ]
+            with pytest.raises(MeshnetError) as refused:
+                async with Route([head], [other], hops).session():
+                    pytest.fail("a worker served another artifact than its own")
+    for error in (caught.value, refused.value):
+        assert error.reason == errors_pb2.REASON_ARTIFACT_MISMATCH
+        assert manifest.artifact_sha256 in error.message
+        assert own.artifact_sha256 in error.message
+        assert "a manifest" in error.message
 
 
 @pytest.mark.parametrize(("begin", "end"), [(layer, layer + 1) for layer in range(8)])

@@ -91,7 +91,8 @@ def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
             raise MeshnetError(
                 errors_pb2.REASON_ARTIFACT_MISMATCH,
                 f"expected one artifact, {first_endpoint} has {first.artifact_sha256} and "
-                f"{endpoint} has {capability.artifact_sha256}; load the same file everywhere",
+                f"{endpoint} has {capability.artifact_sha256}; load the same file everywhere, and "
+                "by the same manifest or by none: a manifest's hash is an artifact of its own",
             )
         if capability.recipe_fingerprint != first.recipe_fingerprint:
             raise MeshnetError(

@@ -173,6 +173,31 @@ class Health:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How long things took: how many up to each bound (microseconds), more above them all."""
+
+    bounds_us: tuple[int, ...]
+    counts: tuple[int, ...]
+    sum_us: int
+
+    @classmethod
+    def from_proto(cls, message: shard_pb2.Histogram) -> Histogram:
+        """Raises MeshnetError (SIZE_MISMATCH) unless there is one count more than bounds."""
+        if message.bounds_us and len(message.counts) != len(message.bounds_us) + 1:
+            raise MeshnetError(
+                errors_pb2.REASON_SIZE_MISMATCH,
+                f"expected a count for each of {len(message.bounds_us)} bounds and one more, "
+                f"got {len(message.counts)}",
+            )
+        return cls(tuple(message.bounds_us), tuple(message.counts), message.sum_us)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
 class Metrics:
     """A worker's gauges and its counters since start, see Metrics in shard.proto."""
 
@@ -198,6 +223,10 @@ class Metrics:
     sessions_evicted: int
     refusals: Mapping[str, int]
     warm_up_step_us: int
+    prefill_stay: Histogram
+    decode_stay: Histogram
+    seam_connect: Histogram
+    decode_round_trip: Histogram
 
     @classmethod
     def from_proto(cls, message: shard_pb2.Metrics) -> Metrics:
@@ -224,6 +253,10 @@ class Metrics:
             sessions_evicted=message.sessions_evicted,
             refusals=dict(message.refusals),
             warm_up_step_us=message.warm_up_step_us,
+            prefill_stay=Histogram.from_proto(message.prefill_stay),
+            decode_stay=Histogram.from_proto(message.decode_stay),
+            seam_connect=Histogram.from_proto(message.seam_connect),
+            decode_round_trip=Histogram.from_proto(message.decode_round_trip),
         )
 
 

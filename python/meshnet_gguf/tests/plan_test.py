@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshnet_gguf.caches import session_bytes
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.inventory import take_inventory
@@ -262,7 +263,19 @@ def test_a_real_inventory() -> None:
     assert 0 < found.read[0, 8] < inventory.total_bytes
     assert found.read[0, 4] + found.read[4, 8] == found.read[0, 8]
     assert found.notes == ()
-    assert "not known" in shape_of(model, inventory).notes[0]
+    # Two sessions' caches, which differ from layer to layer.
+    caches = session_bytes(model, inventory, 4096)
+    assert caches is not None
+    assert len(set(caches)) > 1
+    full = shape_of(model, inventory, context_tokens=4096, sessions=2)
+    assert full.memory[2, 5] == inventory.stage_bytes((2, 5)) + 2 * sum(caches[2:5])
+    assert full.notes == ()
+    metadata = {
+        key.replace("deepseek4.", "another."): "another" if value == "deepseek4" else value
+        for key, value in model.metadata.items()
+    }
+    strange = replace(model, metadata=metadata)
+    assert "not known" in shape_of(strange, inventory).notes[0]
 
 
 def test_machines_from_a_file() -> None:
