@@ -51,6 +51,19 @@ __all__ = [
 ]
 
 
+# So many heads are tried for a session, after these failures.
+_HEADS = 3
+_HEAD_FAILED = frozenset(
+    {
+        errors_pb2.REASON_PEER_LOST,
+        errors_pb2.REASON_PEER_UNREACHABLE,
+        errors_pb2.REASON_DEADLINE_EXCEEDED,
+        errors_pb2.REASON_RECIPE_MISMATCH,
+        errors_pb2.REASON_RANGE_MISMATCH,
+    }
+)
+
+
 class Outcome(enum.Enum):
     """How a piece of work ended."""
 
@@ -74,6 +87,12 @@ class OpenedRoute(Protocol):
     ) -> None:
         """Says how a session ended, for the ledger and for who is chosen next."""
 
+    async def go_round(self, error: MeshnetError) -> bool:
+        """Takes another way than the stage at which a session could not be opened.
+
+        False when this route is the only one. Raises ControlError, MeshnetError.
+        """
+
 
 class RouteSource(Protocol):
     """Gives a route for each conversation."""
@@ -96,6 +115,10 @@ class StaticRoute:
         self, session: Session, outcome: Outcome, error: MeshnetError | None = None
     ) -> None:
         """Nobody is told."""
+
+    async def go_round(self, error: MeshnetError) -> bool:
+        """There is no other way."""
+        return False
 
 
 class TrackedRoute:
@@ -145,26 +168,25 @@ class TrackedRoute:
             for hop in self.chosen.hops
         ]
 
+    async def go_round(self, error: MeshnetError) -> bool:
+        """Reroutes without the stage that the error names, or the head where it names none."""
+        head = self.chosen.hops[0]
+        try:
+            await self.reroute({LayerRange(*error.stage) if error.stage else _layers(head)})
+        except ControlError as refusal:
+            if refusal.reason is Reason.NO_ROUTE:
+                return False
+            raise
+        return True
+
     async def reroute(self, failed: Collection[LayerRange]) -> None:
         """Goes on to the session's next epoch, without the workers of these stages.
 
         Nothing moves with it: the conversation is read again. Raises ControlError (NO_ROUTE,
         SESSION_UNKNOWN), MeshnetError.
         """
-        request = tracker_pb2.RerouteRequest(
-            session_id=self.session_id,
-            epoch=self.epoch,
-            failed_worker_ids=[hop.worker_id for hop in self.chosen.hops if _layers(hop) in failed],
-            seam_bytes=self._source.seam_bytes,
-        )
-        try:
-            chosen = await self._source.tracker.reroute(request)
-        except ControlError as error:
-            if error.reason is not Reason.STALE_EPOCH:
-                raise
-            # Done by a tracker whose answer was lost: the session has its next epoch.
-            chosen = await self._source.select(self.session_id)
-        route = await self._source.dial(chosen)
+        chosen = await self._source.next_epoch(self.chosen, failed)
+        chosen, route = await self._source.reach(chosen)
         await self.route.close()
         self.chosen, self.route = chosen, route
 
@@ -173,7 +195,8 @@ class TrackerRouteSource:
     """Asks trackers for routes to one model. Use as an async context manager.
 
     `fingerprint` restricts it to one recipe; `seam_bytes` is what a step carries over a seam, which
-    decides between close and fast neighbours.
+    decides between close and fast neighbours. A tracker may take `timeout` seconds to answer, and a
+    head `dial_timeout` (by default as long).
     """
 
     def __init__(
@@ -185,13 +208,14 @@ class TrackerRouteSource:
         seam_bytes: int = 0,
         security: Security | None = None,
         timeout: float = 5.0,
+        dial_timeout: float | None = None,
     ) -> None:
         self.tracker = TrackerClient(trackers, security=security, timeout=timeout)
         self.model_id = model_id
         self.fingerprint = fingerprint
         self.seam_bytes = seam_bytes
         self._security = security
-        self._timeout = timeout
+        self._dial_timeout = timeout if dial_timeout is None else dial_timeout
 
     async def __aenter__(self) -> Self:
         """Itself."""
@@ -218,7 +242,7 @@ class TrackerRouteSource:
         tracked = None
         keeper = asyncio.create_task(self._keep(session_id, chosen.ttl_ms / 1000))
         try:
-            tracked = TrackedRoute(self, chosen, await self.dial(chosen))
+            tracked = TrackedRoute(self, *await self.reach(chosen))
             yield tracked
         finally:
             keeper.cancel()
@@ -242,6 +266,45 @@ class TrackerRouteSource:
             )
         )
 
+    async def next_epoch(
+        self, chosen: tracker_pb2.RouteResponse, failed: Collection[LayerRange]
+    ) -> tracker_pb2.RouteResponse:
+        """The session's next epoch, without the workers of these stages. Raises ControlError."""
+        request = tracker_pb2.RerouteRequest(
+            session_id=chosen.session_id,
+            epoch=chosen.epoch,
+            failed_worker_ids=[hop.worker_id for hop in chosen.hops if _layers(hop) in failed],
+            seam_bytes=self.seam_bytes,
+        )
+        try:
+            return await self.tracker.reroute(request)
+        except ControlError as error:
+            if error.reason is not Reason.STALE_EPOCH:
+                raise
+            # Done by a tracker whose answer was lost: the session has its next epoch.
+            return await self.select(chosen.session_id)
+
+    async def reach(
+        self, chosen: tracker_pb2.RouteResponse
+    ) -> tuple[tracker_pb2.RouteResponse, Route]:
+        """A route whose head answers: the tracker's, or a later epoch's without those that do not.
+
+        Raises MeshnetError as dial() does for the last head that is left; ControlError.
+        """
+        for _ in range(_HEADS - 1):
+            try:
+                return chosen, await self.dial(chosen)
+            except MeshnetError as error:
+                if error.reason not in _HEAD_FAILED:
+                    raise
+                try:
+                    chosen = await self.next_epoch(chosen, {_layers(chosen.hops[0])})
+                except ControlError as refusal:
+                    if refusal.reason is Reason.NO_ROUTE:
+                        raise error from refusal  # it says more
+                    raise
+        return chosen, await self.dial(chosen)
+
     async def dial(self, chosen: tracker_pb2.RouteResponse) -> Route:
         """A route over the tracker's hops, after asking the head what it is.
 
@@ -257,7 +320,7 @@ class TrackerRouteSource:
         head = WorkerClient(
             hops[0].endpoint,
             security=self._security,
-            timeout=self._timeout,
+            timeout=self._dial_timeout,
         )
         try:
             capability = await head.capability()

@@ -42,6 +42,7 @@ from meshnet_gguf.gateway import (
     GatewayOptions,
     GatewayServer,
     KeptRouteSource,
+    KeptSessions,
     Listener,
     ServedModel,
     ServerTls,
@@ -73,6 +74,12 @@ _QUEUE_SECONDS = flags.DEFINE_float(
 _ANSWER_SECONDS = flags.DEFINE_float(
     "answer_seconds", 600.0, "How long an answer may take.", lower_bound=1
 )
+_KEEP_SECONDS = flags.DEFINE_float(
+    "keep_seconds",
+    120.0,
+    "How long a session waits for its conversation's next turn, 0 = not at all.",
+    lower_bound=0,
+)
 _API_KEYS = flags.DEFINE_string(
     "api_keys", None, "File of API keys (meshnet api-keys); without it everybody is served."
 )
@@ -83,6 +90,8 @@ _LOG = flags.DEFINE_bool("log", False, "Write a line for every request to stderr
 
 # A tracker's mesh may serve many routes at once; more than this asks for --max-sessions.
 _TRACKED_SESSIONS = 16
+# A head that does not answer within this is gone: another way is looked for.
+_DIAL_SECONDS = 1.0
 _DEFAULT_MESH_LISTEN = "127.0.0.1:7100"
 
 
@@ -158,6 +167,7 @@ async def _serve(model: str, ended: asyncio.Event, is_ready: Callable[[], None])
             admission,
             await renderer,
             answer_within=_ANSWER_SECONDS.value,
+            kept=KeptSessions(admission, seconds=_KEEP_SECONDS.value),
         )
         keys = None if _API_KEYS.value is None else ApiKeys(output.given_path(_API_KEYS.value))
         options = GatewayOptions(log_prompts=_LOG_PROMPTS.value, keys=keys)
@@ -207,7 +217,9 @@ async def _mesh(model: str) -> AsyncIterator[_Mesh]:
 
 @contextlib.asynccontextmanager
 async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[TrackedModelSource]:
-    async with TrackerRouteSource(trackers, model_id, security=mesh_flags.security()) as source:
+    async with TrackerRouteSource(
+        trackers, model_id, security=mesh_flags.security(), dial_timeout=_DIAL_SECONDS
+    ) as source:
         yield TrackedModelSource(source)
 
 

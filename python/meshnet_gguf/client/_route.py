@@ -190,6 +190,11 @@ class Route:
         """The worker that holds the first layers and the decode loop."""
         return self.workers[0]
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Artifact and recipe: what must be the same for tokens to mean the same."""
+        return self.capabilities[0].artifact_sha256, self.capabilities[0].recipe_fingerprint
+
     async def metrics(self) -> list[Metrics]:
         """The metrics of `workers`."""
         return list(await asyncio.gather(*(worker.metrics() for worker in self.workers)))

@@ -163,6 +163,24 @@ class Session:
         """
         return tuple(self._history[: self._cached])
 
+    @property
+    def ended(self) -> bool:
+        """Whether the session is known to have ended: closed, lost, evicted."""
+        reader = self._reader
+        return self._closed or self._failure is not None or (reader is not None and reader.done())
+
+    def held_of(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the stages hold already, as far as continue_with() can use it.
+
+        One token at least must be computed to sample after it.
+        """
+        held = 0
+        for ours, theirs in zip(token_ids[:-1], self._history[: self._cached], strict=False):
+            if ours != theirs:
+                break
+            held += 1
+        return held
+
     def generate(
         self,
         token_ids: Sequence[int],
@@ -200,12 +218,7 @@ class Session:
         ignore_end_of_generation: bool = False,
     ) -> Generation:
         """Generates after the whole sequence `token_ids`, computing only what is not held yet."""
-        held = 0
-        # At least one row must be computed to sample after it.
-        for ours, theirs in zip(token_ids[:-1], self.cached_token_ids, strict=False):
-            if ours != theirs:
-                break
-            held += 1
+        held = self.held_of(token_ids)
         return self.generate(
             token_ids[held:],
             sampling,

@@ -12,6 +12,7 @@ from meshnet_gguf.gateway._serving import Serving
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
 from meshnet_gguf.gateway.app import GatewayOptions, make_app
+from meshnet_gguf.gateway.kept_sessions import KeptSessions
 from meshnet_gguf.gateway.routes import (
     KeptRouteSource,
     ServedModel,
@@ -28,6 +29,7 @@ __all__ = [
     "GatewayOptions",
     "GatewayServer",
     "KeptRouteSource",
+    "KeptSessions",
     "KeyLimits",
     "Listener",
     "ServedModel",

@@ -13,9 +13,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from meshnet_gguf.client import Route, SamplingParams, Session, Token
 from meshnet_gguf.errors import MeshnetError
@@ -35,6 +35,7 @@ from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse, check_tools, tool
 from meshnet_gguf.gateway._tool_format import GENERIC
 from meshnet_gguf.gateway._tool_parser import CallArguments, CallBegun, Content, ToolEvent
 from meshnet_gguf.gateway.admission import Admission, KeyLimits
+from meshnet_gguf.gateway.kept_sessions import KeptSessions, Lease
 from meshnet_gguf.gateway.routes import ModelText, ServedModel, report
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 from meshnet_gguf.route_source import OpenedRoute, Outcome
@@ -57,8 +58,16 @@ _OPEN_AGAIN_AFTER = frozenset(
         errors_pb2.REASON_STALE_EPOCH,
     }
 )
+_FULL = frozenset(
+    {
+        errors_pb2.REASON_SESSIONS_EXHAUSTED,
+        errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED,
+        errors_pb2.REASON_NO_ROUTE,
+    }
+)
 
 _Form = ChatForm | CompletionForm
+_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,16 @@ class _Job:
     tools: ToolUse | None = None
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request, whose it is, and how many sessions it needs."""
+
+    owner: str
+    model: ServedModel
+    request: ChatRequest | CompletionRequest
+    choices: int
+
+
 class Answering:
     """The choices of one request, under way. Made by Serving.open()."""
 
@@ -79,10 +98,10 @@ class Answering:
         request: SamplingRequest,
         form: _Form,
         jobs: Sequence[_Job],
-        sessions: Sequence[Session],
-        route: Route,
+        leases: list[Lease],
         text: ModelText,
         length: int | None,
+        renewed: Callable[[Lease, MeshnetError], Awaitable[Lease]],
     ) -> None:
         self.form = form
         self.answers = [Answer(job.index) for job in jobs]
@@ -90,8 +109,9 @@ class Answering:
         self.shown = False
         self._request = request
         self._jobs = jobs
-        self._sessions = sessions
-        self._head = route.head
+        # Changes where a session that was kept from an earlier turn turns out to be lost.
+        self.leases = leases
+        self._renewed = renewed
         self._text = text
         self._length = length
         self._controls = frozenset(token.token_id for token in text.vocabulary.special_tokens)
@@ -137,23 +157,14 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choice(self, number: int) -> AsyncGenerator[bytes, None]:
-        job, session, answer = self._jobs[number], self._sessions[number], self.answers[number]
-        max_tokens = self._length or max(1, session.context_tokens - len(job.token_ids))
-        if job.tools is None:
-            generation = session.generate(
-                job.token_ids,
-                job.sampling,
-                max_tokens=max_tokens,
-                ignore_end_of_generation=self._request.ignore_eos,
-            )
-            parts: AsyncGenerator[Begun | Piece | ToolEvent | Ended, None] = pieces_of(
-                generation, self._request.stops, self._controls
-            )
-        else:
-            parts = self._tool_run(job, session, job.tools, max_tokens).parts()
-        async for part in parts:
+        job, answer = self._jobs[number], self.answers[number]
+        async for part in self._parts(number):
             if isinstance(part, Piece):
-                logprobs = await self._logprobs(part.tokens) if job.sampling.logprobs else ()
+                logprobs = (
+                    await self._logprobs(self.leases[number], part.tokens)
+                    if job.sampling.logprobs
+                    else ()
+                )
                 self.shown = True
                 answer.text.append(part.text)
                 answer.completion_tokens += len(part.tokens)
@@ -167,15 +178,46 @@ class Answering:
                 self._end(answer, part)
                 yield self.form.end(answer)
 
-    def _tool_run(self, job: _Job, session: Session, use: ToolUse, max_tokens: int) -> ToolRun:
+    async def _parts(self, number: int) -> AsyncGenerator[Begun | Piece | ToolEvent | Ended, None]:
+        """A choice's parts; from a new session where a kept one ends before it has begun."""
+        job, lease, begun = self._jobs[number], self.leases[number], False
+        try:
+            async for part in self._parts_of(job, lease):
+                begun = True
+                yield part
+            return
+        except MeshnetError as error:
+            if begun or not lease.reused:
+                raise
+            self.leases[number] = lease = await self._renewed(lease, error)
+        async for part in self._parts_of(job, lease):
+            yield part
+
+    def _parts_of(
+        self, job: _Job, lease: Lease
+    ) -> AsyncGenerator[Begun | Piece | ToolEvent | Ended, None]:
+        session = lease.session
+        self.answers[job.index].cached_tokens = session.held_of(job.token_ids)
+        max_tokens = self._length or max(1, session.context_tokens - len(job.token_ids))
+        if job.tools is not None:
+            return self._tool_run(job, lease, job.tools, max_tokens).parts()
+        generation = session.continue_with(
+            job.token_ids,
+            job.sampling,
+            max_tokens=max_tokens,
+            ignore_end_of_generation=self._request.ignore_eos,
+        )
+        return pieces_of(generation, self._request.stops, self._controls)
+
+    def _tool_run(self, job: _Job, lease: Lease, use: ToolUse, max_tokens: int) -> ToolRun:
+        head = lease.opened.route.head
+
         async def tokenize(text: str) -> list[int]:
-            return await self._text.tokenize(
-                self._head, text, add_special=False, parse_special=True
-            )
+            return await self._text.tokenize(head, text, add_special=False, parse_special=True)
 
         return ToolRun(
             use,
-            session,
+            lease.session,
             job.token_ids,
             job.sampling,
             tokenize=tokenize,
@@ -202,9 +244,9 @@ class Answering:
         answer.prompt_tokens = len(self._jobs[answer.index].token_ids)
         answer.completion_tokens = ended.completion_tokens
 
-    async def _logprobs(self, tokens: Sequence[Token]) -> list[TokenLogprobs]:
+    async def _logprobs(self, lease: Lease, tokens: Sequence[Token]) -> list[TokenLogprobs]:
         named = [token_id for token in tokens for token_id, _ in token.top_logprobs]
-        pieces = iter(await self._text.pieces(self._head, named))
+        pieces = iter(await self._text.pieces(lease.opened.route.head, named))
         return [
             TokenLogprobs(
                 token, tuple((next(pieces), logprob) for _, logprob in token.top_logprobs)
@@ -226,7 +268,7 @@ class Serving:
     """The models of a gateway and what stands before them.
 
     `open_within` seconds may pass until a route has agreed to a session, `answer_within` until an
-    answer has ended.
+    answer has ended. Sessions are kept for following turns in `kept`, if there is one.
     """
 
     def __init__(
@@ -237,12 +279,18 @@ class Serving:
         *,
         open_within: float = 2.5,
         answer_within: float = 600.0,
+        kept: KeptSessions | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.admission = admission
         self._renderer = renderer
         self._open_within = open_within
         self._answer_within = answer_within
+        self.kept = KeptSessions(admission) if kept is None else kept
+
+    async def aclose(self) -> None:
+        """Ends the sessions that are kept."""
+        await self.kept.aclose()
 
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises RequestError (NOT_SERVED)."""
@@ -270,43 +318,62 @@ class Serving:
         _check(request)
         prompts = request.prompts if isinstance(request, CompletionRequest) else [None]
         choices = len(prompts) * (request.n or 1)
-        async with (
-            self.admission.enter(owner=owner, choices=choices, limits=limits),
-            contextlib.AsyncExitStack() as stack,
-        ):
-            answering = await self._open(stack, model, request, choices)
-            yield answering
+        async with self.admission.enter(owner=owner, choices=choices, limits=limits):
+            await self.kept.make_room()
+            answering = await self._open(_Asked(owner, model, request, choices))
+            try:
+                async with self._in_answer_time():
+                    yield answering
+            except BaseException as error:
+                await self._give_up(answering.leases, error)
+                raise
+            await asyncio.gather(*(self._give_back(lease, request) for lease in answering.leases))
 
-    async def _open(
-        self,
-        stack: contextlib.AsyncExitStack,
-        model: ServedModel,
-        request: ChatRequest | CompletionRequest,
-        choices: int,
-    ) -> Answering:
+    @contextlib.asynccontextmanager
+    async def _in_answer_time(self) -> AsyncIterator[None]:
+        # The workers' own deadline is that of the whole session.
+        try:
+            async with asyncio.timeout(self._answer_within if self.kept.seconds else None):
+                yield
+        except TimeoutError as error:
+            raise MeshnetError(
+                errors_pb2.REASON_DEADLINE_EXCEEDED,
+                f"expected an answer within {self._answer_within:g} s, it is not complete; "
+                "ask for fewer tokens",
+            ) from error
+
+    async def _give_up(self, leases: Sequence[Lease], error: BaseException) -> None:
+        """Ends sessions as one does that fail; what goes wrong with that is not the answer's."""
+        await asyncio.gather(
+            *(lease.stack.__aexit__(type(error), error, error.__traceback__) for lease in leases),
+            return_exceptions=True,
+        )
+
+    async def _give_back(self, lease: Lease, request: ChatRequest | CompletionRequest) -> None:
+        if (request.n or 1) > 1 or not self.kept.seconds:
+            await lease.stack.aclose()
+        else:
+            await self.kept.put(lease)
+
+    async def _open(self, asked: _Asked) -> Answering:
         until = asyncio.get_running_loop().time() + self._open_within
         for attempt in range(_ATTEMPTS):
             try:
-                async with contextlib.AsyncExitStack() as trial:
-                    answering = await self._in_time(until, trial, model, request, choices)
-                    stack.push_async_exit(trial.pop_all())
-                    return answering
+                return await self._in_time(until, self._try_open(asked))
             except MeshnetError as error:
-                if error.reason not in _OPEN_AGAIN_AFTER or attempt + 1 == _ATTEMPTS:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                if error.reason in _FULL and len(self.kept):
+                    # Ours may be the sessions that take the room.
+                    await self.kept.end_all()
+                elif error.reason not in _OPEN_AGAIN_AFTER:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    async def _in_time(
-        self,
-        until: float,
-        stack: contextlib.AsyncExitStack,
-        model: ServedModel,
-        request: ChatRequest | CompletionRequest,
-        choices: int,
-    ) -> Answering:
+    async def _in_time(self, until: float, opening: Awaitable[_Opened]) -> _Opened:
         try:
             async with asyncio.timeout_at(until):
-                return await self._try_open(stack, model, request, choices)
+                return await opening
         except TimeoutError as error:
             raise MeshnetError(
                 errors_pb2.REASON_DEADLINE_EXCEEDED,
@@ -314,27 +381,93 @@ class Serving:
                 "come again later",
             ) from error
 
-    async def _try_open(
-        self,
-        stack: contextlib.AsyncExitStack,
-        model: ServedModel,
-        request: ChatRequest | CompletionRequest,
-        choices: int,
+    async def _try_open(self, asked: _Asked) -> Answering:
+        reused = await self._reuse(asked)
+        if reused is not None:
+            return reused
+        async with contextlib.AsyncExitStack() as trial:
+            stacks = [
+                await trial.enter_async_context(contextlib.AsyncExitStack())
+                for _ in range(asked.choices)
+            ]
+            first = await stacks[0].enter_async_context(asked.model.source.open())
+            text = await asked.model.text(first.route)
+            jobs = await self._jobs(asked.request, first.route, text)
+            leases = [await self._lease(stacks[0], asked, first)]
+            for stack in stacks[1:]:
+                opened = await stack.enter_async_context(asked.model.source.open())
+                leases.append(await self._lease(stack, asked, opened))
+            # From here on each session has a stack of its own.
+            trial.pop_all()
+            return self._answering(asked, jobs, leases, text)
+
+    def _answering(
+        self, asked: _Asked, jobs: Sequence[_Job], leases: list[Lease], text: ModelText
     ) -> Answering:
-        opened = await stack.enter_async_context(model.source.open())
-        text = await model.text(opened.route)
-        jobs = await self._jobs(request, opened.route, text)
-        routes: list[OpenedRoute] = [opened]
-        while len(routes) < choices:
-            routes.append(await stack.enter_async_context(model.source.open()))
-        sessions = [await stack.enter_async_context(self._session(route)) for route in routes]
-        form = _form(request, model.name, jobs)
+        request = asked.request
+        form = _form(request, asked.model.name, jobs)
         length = request.length if isinstance(request, ChatRequest) else request.max_tokens
-        return Answering(request, form, jobs, sessions, opened.route, text, length)
+
+        async def renewed(lease: Lease, error: MeshnetError) -> Lease:
+            await self._give_up([lease], error)
+            until = asyncio.get_running_loop().time() + self._open_within
+            return await self._in_time(until, self._fresh(asked, lease, error))
+
+        return Answering(request, form, jobs, leases, text, length, renewed)
+
+    async def _reuse(self, asked: _Asked) -> Answering | None:
+        """An answer of a session that has read the beginning of this conversation."""
+        # What is read in other portions may round otherwise: not where the same seed is to give
+        # the same answer.
+        if asked.choices > 1 or asked.request.seed is not None:
+            return None
+        waiting = self.kept.any_of(asked.owner, asked.model.name)
+        if waiting is None:
+            return None
+        route = waiting.opened.route
+        try:
+            text = await asked.model.text(route)
+            jobs = await self._jobs(asked.request, route, text)
+        except MeshnetError as error:
+            if error.recovery == errors_pb2.RECOVERY_FIX_REQUEST:
+                raise
+            return None  # a new route says better what is wrong
+        lease = self.kept.take(waiting, jobs[0].token_ids)
+        return None if lease is None else self._answering(asked, jobs, [lease], text)
+
+    async def _fresh(self, asked: _Asked, lost: Lease, error: MeshnetError) -> Lease:
+        """A new session in the place of one that was kept."""
+        async with contextlib.AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(asked.model.source.open())
+            if opened.route.identity != lost.opened.route.identity:
+                raise error  # the tokens are another model's
+            lease = await self._lease(stack, asked, opened)
+            lease.stack = stack.pop_all()
+            return lease
+
+    async def _lease(
+        self, stack: contextlib.AsyncExitStack, asked: _Asked, opened: OpenedRoute
+    ) -> Lease:
+        """Opens a session, on another way than the route's first where there is one."""
+        identity = opened.route.identity
+        for _ in range(_ATTEMPTS):
+            try:
+                session = await stack.enter_async_context(self._session(opened))
+                return Lease(asked.owner, asked.model.name, opened, session, stack, self.kept.now())
+            except MeshnetError as error:
+                if error.reason not in _OPEN_AGAIN_AFTER or not await opened.go_round(error):
+                    raise
+                if opened.route.identity != identity:
+                    raise  # the tokens are another model's
+                failure = error
+        raise failure
 
     @contextlib.asynccontextmanager
     async def _session(self, opened: OpenedRoute) -> AsyncIterator[Session]:
-        session = opened.session(deadline=self._answer_within, open_timeout=self._open_within)
+        longest = self.kept.longest if self.kept.seconds else 0.0
+        session = opened.session(
+            deadline=self._answer_within + longest, open_timeout=self._open_within
+        )
         try:
             async with session:
                 yield session

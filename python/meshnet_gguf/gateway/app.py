@@ -84,6 +84,7 @@ class _Record:
     reason: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     first_text_ms: float = 0.0
     total_ms: float = 0.0
 
@@ -259,7 +260,7 @@ class _Gateway:
     def __init__(self, serving: Serving, options: GatewayOptions) -> None:
         self.serving = serving
         self.options = options
-        self.metrics = GatewayMetrics(serving.admission)
+        self.metrics = GatewayMetrics(serving.admission, serving.kept)
         self.feed = StatusFeed(
             [model.source.watch(name) for name, model in serving.models.items()],
             self.metrics.status,
@@ -359,8 +360,10 @@ class _Gateway:
         usage = answering.usage()
         exchange.record.prompt_tokens = usage.prompt_tokens
         exchange.record.completion_tokens = usage.completion_tokens
+        exchange.record.cached_tokens = usage.cached_tokens
         self.metrics.prompt_tokens.inc(usage.prompt_tokens)
         self.metrics.completion_tokens.inc(usage.completion_tokens)
+        self.metrics.cached_tokens.inc(usage.cached_tokens)
 
     def _authorise(self, exchange: _Exchange) -> KeyLimits | None:
         if self.options.keys is None:
@@ -435,9 +438,10 @@ async def _http_error(_: Request, error: Exception) -> Response:
 class GatewayApp(Starlette):
     """The application. Its feed runs on until somebody ends it (GatewayServer does)."""
 
-    def __init__(self, feed: StatusFeed, **options: Any) -> None:
+    def __init__(self, feed: StatusFeed, serving: Serving, **options: Any) -> None:
         super().__init__(**options)
         self.feed = feed
+        self.serving = serving
 
 
 def make_app(serving: Serving, options: GatewayOptions | None = None) -> GatewayApp:
@@ -454,6 +458,7 @@ def make_app(serving: Serving, options: GatewayOptions | None = None) -> Gateway
 
     return GatewayApp(
         gateway.feed,
+        serving,
         routes=[
             endpoint("/v1/models", "GET", _Gateway.models),
             endpoint("/v1/chat/completions", "POST", _Gateway.chat),

@@ -7,6 +7,7 @@ import time
 import prometheus_client as prometheus
 
 from meshnet_gguf.gateway.admission import Admission
+from meshnet_gguf.gateway.kept_sessions import KeptSessions
 from meshnet_gguf.status import GatewayStatus
 
 __all__ = ["GatewayMetrics"]
@@ -17,7 +18,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 class GatewayMetrics:
     """Counters of one gateway, in a registry of their own."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, kept: KeptSessions) -> None:
         self.registry = prometheus.CollectorRegistry()
         self._admission = admission
         self._began = time.monotonic()
@@ -39,6 +40,11 @@ class GatewayMetrics:
         self.completion_tokens = prometheus.Counter(
             "meshnet_gateway_completion_tokens", "Tokens of answers.", registry=self.registry
         )
+        self.cached_tokens = prometheus.Counter(
+            "meshnet_gateway_cached_prompt_tokens",
+            "Tokens of prompts that a kept session had read already.",
+            registry=self.registry,
+        )
         self.first_token = prometheus.Histogram(
             "meshnet_gateway_time_to_first_token_seconds",
             "From a request's last byte to its answer's first text.",
@@ -59,6 +65,7 @@ class GatewayMetrics:
         for name, what, value in (
             ("active_slots", "Answers under way.", lambda: admission.active),
             ("queued_requests", "Requests that wait for a slot.", lambda: admission.queued),
+            ("kept_sessions", "Sessions that wait for a next turn.", lambda: len(kept)),
             ("slots", "Answers that may be under way at once.", lambda: admission.max_active),
         ):
             prometheus.Gauge(f"meshnet_gateway_{name}", what, registry=self.registry).set_function(

@@ -234,8 +234,7 @@ class ServedModel:
 
     async def text(self, route: Route) -> ModelText:
         """The vocabulary of the artifact behind a route, asked once."""
-        first = route.capabilities[0]
-        key = (first.artifact_sha256, first.recipe_fingerprint)
+        key = route.identity
         if key not in self._texts:
             if len(self._texts) > 8:
                 self._texts.clear()

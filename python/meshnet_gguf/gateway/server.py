@@ -142,6 +142,7 @@ class GatewayServer:
         if self._task is not None:
             await self._task
         await self._app.feed.aclose()
+        await self._app.serving.aclose()
 
 
 def _listen(address: str) -> socket.socket:

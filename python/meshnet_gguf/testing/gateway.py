@@ -13,6 +13,7 @@ from meshnet_gguf.gateway import (
     GatewayOptions,
     GatewayServer,
     KeptRouteSource,
+    KeptSessions,
     Listener,
     ServedModel,
     Serving,
@@ -35,6 +36,7 @@ class FakeGateway:
     client: openai.AsyncOpenAI
     admission: Admission
     server: GatewayServer
+    kept: KeptSessions
 
 
 @contextlib.asynccontextmanager
@@ -45,6 +47,7 @@ async def fake_gateway(
     options: GatewayOptions | None = None,
     api_key: str = "unused",
     open_within: float = 30.0,
+    keep_seconds: float = 0.0,
 ) -> AsyncIterator[FakeGateway]:
     """A gateway over a fake model in `len(cuts) + 1` workers, each started with `flags` too.
 
@@ -61,7 +64,11 @@ async def fake_gateway(
         TemplateRenderer() as renderer,
     ):
         serving = Serving(
-            [ServedModel(MODEL, source)], admission, renderer, open_within=open_within
+            [ServedModel(MODEL, source)],
+            admission,
+            renderer,
+            open_within=open_within,
+            kept=KeptSessions(admission, seconds=keep_seconds),
         )
         app = make_app(serving, options)
         with Listener("127.0.0.1:0") as listener:
@@ -71,4 +78,4 @@ async def fake_gateway(
                     base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60.0
                 ) as client,
             ):
-                yield FakeGateway(fake, server.url, client, admission, server)
+                yield FakeGateway(fake, server.url, client, admission, server, serving.kept)

@@ -1,12 +1,17 @@
 """No text of a user becomes a special token; everything else stays as the template wrote it."""
 
 import itertools
+import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshnet_gguf.client import Vocabulary
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gateway._prompts import SpecialTexts
+from meshnet_gguf.gateway import TemplateRenderer
+from meshnet_gguf.gateway._prompts import SpecialTexts, chat_pieces, tool_format
+from meshnet_gguf.gateway._requests import ChatRequest, parse
 
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -88,3 +93,77 @@ def test_only_the_templates_own_special_tokens_are_read(
 def test_a_model_without_special_tokens_needs_no_markers() -> None:
     assert SpecialTexts([]).mark("<s>", M) == "<s>"
     assert SpecialTexts([]).pieces("a", M) == ["a"]
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+CONVERSATION: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "user", "content": "Time?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "1", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}},
+                {"id": "2", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "2", "content": "night"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}],
+}
+TOLD = """\
+You can call these functions, each described by a JSON schema:
+{"name": "now", "parameters": {"type": "object"}}
+To call one, write this, with the function's name and its arguments as a JSON object:
+<tool_call>
+{"name": "NAME", "arguments": ARGUMENTS}
+</tool_call>
+Its result comes in the next message."""
+TALKED = """\
+[assistant]<tool_call>
+{"name": "now", "arguments": {"zone": "UTC"}}
+</tool_call>
+<tool_call>
+{"name": "now", "arguments": {}}
+</tool_call>
+[user]<tool_response>
+noon
+</tool_response>
+<tool_response>
+night
+</tool_response>
+[assistant]"""
+
+
+async def told(template: str, body: dict[str, Any]) -> str:
+    """The prompt of a model whose template knows nothing of tools."""
+    vocabulary = Vocabulary(
+        size=256,
+        add_bos=False,
+        add_eos=False,
+        special_tokens=(),
+        end_of_generation_ids=frozenset(),
+        chat_template=template,
+        named_chat_templates={},
+    )
+    request = parse(ChatRequest, json.dumps(body).encode())
+    async with TemplateRenderer() as renderer:
+        form = await tool_format(renderer, vocabulary)
+        return "".join(
+            await chat_pieces(renderer, vocabulary, SpecialTexts([]), request, form, "->")
+        )
+
+
+async def test_tools_that_a_template_does_not_know_stand_in_messages() -> None:
+    assert await told(PLAIN, CONVERSATION) == f"[system]{TOLD}\n[user]Time?\n{TALKED}->"
+    system = {"role": "system", "content": "Be short."}
+    body = {**CONVERSATION, "messages": [system, *CONVERSATION["messages"]]}
+    assert (await told(PLAIN, body)).startswith(f"[system]Be short.\n\n{TOLD}\n[user]Time?\n")
+
+
+async def test_a_template_without_a_system_tells_the_user() -> None:
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    )
+    assert await told(refusing, CONVERSATION) == f"[user]{TOLD}\n\nTime?\n{TALKED}->"

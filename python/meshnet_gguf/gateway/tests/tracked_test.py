@@ -10,10 +10,12 @@ import httpx
 import openai
 import pytest
 from meshnet.testing.tracker_process import TrackerProcess
+from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.gateway import (
     Admission,
     GatewayOptions,
     GatewayServer,
+    KeptSessions,
     Listener,
     ServedModel,
     Serving,
@@ -21,9 +23,10 @@ from meshnet_gguf.gateway import (
     TrackedModelSource,
     make_app,
 )
+from meshnet_gguf.local_cluster import LocalCluster
 from meshnet_gguf.registration import Whereabouts, make_load, make_registration
 from meshnet_gguf.route_source import TrackerRouteSource
-from meshnet_gguf.testing.cluster import FakeCluster, fake_cluster
+from meshnet_gguf.testing.cluster import FakeCluster, fake_cluster, fake_specs
 from openai.types.chat import ChatCompletionMessageParam
 
 from proto.meshnet.control.v1 import tracker_pb2
@@ -39,9 +42,9 @@ class Tracked:
     url: str
     client: openai.AsyncOpenAI
 
-    async def register(self) -> None:
-        """All workers, as their nodes would."""
-        for number, worker in enumerate(self.fake.route.workers):
+    async def register(self, *more: WorkerClient) -> None:
+        """All workers and `more`, as their nodes would."""
+        for number, worker in enumerate([*self.fake.route.workers, *more]):
             capability, metrics = await worker.capability(), await worker.metrics()
             where = Whereabouts(f"w{number}", f"n{number}", "m", worker.endpoint)
             await self.tracker.stub.Register(
@@ -61,7 +64,9 @@ class Tracked:
 
 
 @contextlib.asynccontextmanager
-async def tracked(folder: pathlib.Path, *flags: str) -> AsyncIterator[Tracked]:
+async def tracked(
+    folder: pathlib.Path, *flags: str, keep_seconds: float = 0.0
+) -> AsyncIterator[Tracked]:
     async with (
         asyncio.timeout(END),
         await TrackerProcess.start(
@@ -72,7 +77,14 @@ async def tracked(folder: pathlib.Path, *flags: str) -> AsyncIterator[Tracked]:
         TemplateRenderer() as renderer,
     ):
         model = ServedModel("m", TrackedModelSource(source))
-        serving = Serving([model], Admission(max_active=8), renderer, open_within=30)
+        admission = Admission(max_active=8)
+        serving = Serving(
+            [model],
+            admission,
+            renderer,
+            open_within=30,
+            kept=KeptSessions(admission, seconds=keep_seconds),
+        )
         with Listener("127.0.0.1:0") as listener:
             async with (
                 GatewayServer(
@@ -110,6 +122,42 @@ async def test_a_model_that_nobody_serves_is_not_ready_and_refused(tmp_path: pat
             assert "NO_ROUTE" in ready.json()["models"]["m"]
             await mesh.register()
             assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_sessions_that_wait_make_room_on_a_full_mesh(tmp_path: pathlib.Path) -> None:
+    """The gateway reckons with eight slots, the workers have two: the tracker sees them full."""
+    async with tracked(tmp_path, "--max_sessions=2", keep_seconds=60) as mesh:
+        await mesh.register()
+        for text in ("one", "two", "three"):
+            answer = await mesh.client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": text * 9}], max_tokens=4
+            )
+            assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_request_after_a_death_takes_another_way(
+    tmp_path: pathlib.Path, stage: int
+) -> None:
+    """The tracker does not know yet that a worker is dead: its lease is a minute."""
+    other = fake_specs()[stage]
+    async with (
+        tracked(tmp_path) as mesh,
+        LocalCluster([other]) as spare,
+        WorkerClient(spare.endpoints[0]) as worker,
+    ):
+        await mesh.register(worker)
+        await mesh.fake.cluster.workers[stage].kill()
+        # Either may be chosen first; by the third session both have been.
+        for _ in range(3):
+            answer = await mesh.client.chat.completions.create(
+                model="m", messages=HELLO, max_tokens=4
+            )
+            assert answer.choices[0].finish_reason == "length"
+        await spare.workers[0].kill()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await mesh.client.chat.completions.create(model="m", messages=HELLO)
+        assert caught.value.code in ("NO_ROUTE", "PEER_UNREACHABLE", "PEER_LOST")
 
 
 async def test_a_lost_stage_is_in_the_ledger(tmp_path: pathlib.Path) -> None:
