@@ -73,6 +73,13 @@ def ruff_format(root: pathlib.Path, _tool: str, fix: bool) -> list[str]:
     return [packaged("ruff", "ruff"), "format", "--no-cache", *mode, *tracked(root, PYTHON)]
 
 
+def import_linter(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
+    """Layers between the Python packages."""
+    path = f"PYTHONPATH={root / 'python'}:{os.environ.get('PYTHONPATH', '')}"
+    program = packaged("importlinter", "lint-imports")
+    return ["env", path, program, "--no-cache", "--no-logo", str(root / "pyproject.toml")]
+
+
 def mypy(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
     """Types of Python files."""
     cache = os.environ.get("MESHNET_CACHE")
@@ -84,6 +91,7 @@ def mypy(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
 LINTERS: dict[str, Callable[[pathlib.Path, str, bool], list[str]]] = {
     "buildifier": buildifier,
     "clang_format": clang_format,
+    "import_linter": import_linter,
     "mypy": mypy,
     "ruff_check": ruff_check,
     "ruff_format": ruff_format,
