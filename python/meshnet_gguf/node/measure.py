@@ -98,7 +98,8 @@ async def measure_peer(
 ) -> PeerMeasurement | None:
     """The line to one node; None when it does not answer, or somebody else does.
 
-    The round trip is the median of a few; the bandwidth that of one payload, less a round trip.
+    The round trip is the median of a few; the bandwidth that of one payload, less a round trip
+    where the payload takes longer than that.
     """
     try:
         channel = dial(endpoint, security)
@@ -117,8 +118,10 @@ async def measure_peer(
         round_trip = statistics.median([await once(b"") for _ in range(_ROUND_TRIPS)])
         bandwidth = 0
         if payload_bytes:
-            took = await once(bytes(payload_bytes)) - round_trip
-            bandwidth = int(payload_bytes / max(took, 1e-6))
+            took = await once(bytes(payload_bytes))
+            # Where a round trip drowns the transfer, nothing can be taken off.
+            transfer = took - round_trip if took > 2 * round_trip else took
+            bandwidth = int(payload_bytes / max(transfer, 1e-6))
     except grpc.aio.AioRpcError:
         return None
     finally:
