@@ -5,7 +5,8 @@
 GET /v1/models, POST /v1/chat/completions, POST /v1/completions; GET /healthz (this process lives),
 /readyz (every model has a complete route), /metrics (Prometheus); GET /status.json (the gateway and
 its mesh, a meshnet_gguf.status.MeshStatus) and /status/events (the same as server-sent events, once
-a second). Logs say what was asked for in numbers, never in words, unless `log_prompts` is set.
+a second); / is a page that shows them. Logs say what was asked for in numbers, never in words,
+unless `log_prompts` is set.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from meshnet_gguf.gateway._serving import Answering, Serving
 from meshnet_gguf.gateway.admission import KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKeys
 from meshnet_gguf.gateway.metrics import GatewayMetrics
+from meshnet_gguf.gateway.page_files import page_routes
 from meshnet_gguf.gateway.status_feed import StatusFeed
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -468,6 +470,7 @@ def make_app(serving: Serving, options: GatewayOptions | None = None) -> Gateway
             HttpRoute("/healthz", _alive),
             HttpRoute("/readyz", gateway.ready),
             HttpRoute("/metrics", metrics),
+            *page_routes(),
         ],
         exception_handlers={404: _http_error, 405: _http_error},
     )
