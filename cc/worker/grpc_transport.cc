@@ -1,9 +1,8 @@
 #include "cc/worker/grpc_transport.h"
 
 #include <deque>
-#include <iterator>
 #include <list>
-#include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -16,10 +15,12 @@
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "grpcpp/create_channel.h"
+#include "grpcpp/generic/async_generic_service.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/security/credentials.h"
+#include "grpcpp/support/async_stream.h"
+#include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/channel_arguments.h"
-#include "grpcpp/support/client_callback.h"
 
 namespace meshnet::worker {
 namespace {
@@ -99,23 +100,16 @@ class Outbox {
   bool blocked_ = false;
 };
 
-class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-                           public Stream,
-                           public std::enable_shared_from_this<ServerStream> {
+// What both ends of a stream have in common: messages wait for their turn to be written, are read
+// one after another, and everything is over when the last operation is.
+class GrpcStream : public Stream, public std::enable_shared_from_this<GrpcStream> {
  public:
-  ServerStream(grpc::CallbackServerContext* context, const GrpcTransportOptions& options)
-      : context_(context), outbox_(options.outbound_bytes) {}
-
-  void Begin(Method method, StreamAcceptor* acceptor) {
-    self_ = shared_from_this();
-    StartSendInitialMetadata();
-    handler_ = acceptor->Accept(method, self_, PeerOf(*context_));
-    StartRead(&read_buffer_);
-  }
+  GrpcStream(GrpcEvents* events, uint64_t outbound_bytes, bool reads_wait_for_writes)
+      : events_(events), reads_wait_for_writes_(reads_wait_for_writes), outbox_(outbound_bytes) {}
 
   void Send(Payload message) override {
     absl::MutexLock lock(&mu_);
-    if (closing_.has_value() || cancelled_) return;
+    if (last_ || broken_) return;
     outbox_.Push(std::move(message));
     Advance();
   }
@@ -125,111 +119,317 @@ class ServerStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc
     return !outbox_.blocked();
   }
 
-  void HalfClose() override {}
+ protected:
+  // An operation on its way through the queue.
+  template <typename S>
+  class Operation final : public GrpcEvents::Tag {
+   public:
+    Operation(S* stream, void (S::*over)(bool)) : stream_(stream), over_(over) {}
 
-  void Close(const absl::Status& status) override {
-    absl::MutexLock lock(&mu_);
-    if (closing_.has_value()) return;
-    closing_ = ToGrpcStatus(status);
-    Advance();
-  }
-
-  void Abort() override {
-    absl::MutexLock lock(&mu_);
-    if (!finished_) context_->TryCancel();
-  }
-
-  void OnReadDone(bool ok) override {
-    if (!ok) {
-      if (!context_->IsCancelled()) handler_->OnHalfClose();
-      return;
+    void OnDone(bool ok) override {
+      (stream_->*over_)(ok);
+      stream_->OperationEnds();
     }
+
+   private:
+    S* const stream_;
+    void (S::* const over_)(bool);
+  };
+  template <typename S>
+  friend class Operation;
+
+  virtual void Read(grpc::ByteBuffer* buffer, GrpcEvents::Tag* tag) = 0;
+  virtual void Write(const grpc::ByteBuffer& buffer, GrpcEvents::Tag* tag) = 0;
+  // Nothing follows what has been written.
+  virtual void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
+  virtual bool can_write() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
+  virtual bool wants_messages() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
+  // Nothing more can be read.
+  virtual void OnReadsOver() = 0;
+  // No operation is under way any more, and none follows.
+  virtual void OnOver() = 0;
+
+  void OperationEnds() {
+    {
+      absl::MutexLock lock(&mu_);
+      if (--operations_ > 0) return;
+    }
+    OnOver();
+    const std::shared_ptr<GrpcStream> last = std::move(self_);
+  }
+
+  void StartRead() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    ++operations_;
+    Read(&read_buffer_, &read_);
+  }
+
+  // Starts the next write, or the end.
+  void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (broken_) outbox_.Clear();
+    if (writing_ || broken_ || last_written_ || !can_write()) return;
+    if (!outbox_.empty()) {
+      writing_ = true;
+      ++operations_;
+      events_->WriteBegins();
+      Write(outbox_.Pop(), &write_);
+    } else if (last_) {
+      last_written_ = true;
+      WriteLast();
+    }
+  }
+
+  GrpcEvents* const events_;
+  // Keeps the stream while there are operations.
+  std::shared_ptr<GrpcStream> self_;
+  // Touched by whoever polls.
+  std::shared_ptr<StreamHandler> handler_;
+  mutable absl::Mutex mu_;
+  int operations_ ABSL_GUARDED_BY(mu_) = 0;
+  // No message follows those in the outbox.
+  bool last_ ABSL_GUARDED_BY(mu_) = false;
+  // Nothing reaches the other end any more.
+  bool broken_ ABSL_GUARDED_BY(mu_) = false;
+
+ private:
+  void OnRead(bool ok) {
+    if (!ok) return OnReadsOver();
     WithBytes(read_buffer_, [this](absl::string_view bytes) { handler_->OnMessage(bytes); });
     read_buffer_.Clear();
     absl::MutexLock lock(&mu_);
-    if (closing_.has_value() || cancelled_) return;
     // Whoever does not read our answers has to wait with more questions.
-    if (outbox_.blocked()) {
-      read_paused_ = true;
-    } else {
-      StartRead(&read_buffer_);
-    }
+    read_paused_ = reads_wait_for_writes_ && outbox_.blocked() && !broken_;
+    if (!read_paused_ && wants_messages()) StartRead();
   }
 
-  void OnWriteDone(bool ok) override {
+  void OnWritten(bool ok) {
     bool writable_again = false;
     {
       absl::MutexLock lock(&mu_);
+      events_->WriteEnds();
       writing_ = false;
       writable_again = outbox_.Written();
-      if (!ok) cancelled_ = true;
+      if (!ok) broken_ = true;
       Advance();
-      if (!outbox_.blocked() && read_paused_ && !closing_.has_value() && !cancelled_) {
+      if (read_paused_ && (!outbox_.blocked() || broken_)) {
         read_paused_ = false;
-        StartRead(&read_buffer_);
+        if (wants_messages()) StartRead();
       }
     }
     if (writable_again) handler_->OnWritable();
   }
 
-  void OnCancel() override {
-    absl::MutexLock lock(&mu_);
-    cancelled_ = true;
-    Advance();
-  }
-
-  void OnDone() override {
-    absl::Status status;
-    {
-      absl::MutexLock lock(&mu_);
-      if (cancelled_) {
-        status = MakeError(v1::REASON_CANCELLED, "the caller ended the call");
-      } else if (closing_.has_value()) {
-        status = FromGrpcStatus(*closing_);
-      }
-    }
-    handler_->OnClosed(status);
-    handler_.reset();
-    const std::shared_ptr<ServerStream> last = std::move(self_);
-  }
-
- private:
-  // Starts what can be started: the next write, or the end.
-  void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (cancelled_) outbox_.Clear();
-    if (writing_ || finished_) return;
-    if (!outbox_.empty()) {
-      write_buffer_ = outbox_.Pop();
-      writing_ = true;
-      StartWrite(&write_buffer_);
-      return;
-    }
-    if (!cancelled_ && !closing_.has_value()) return;
-    finished_ = true;
-    Finish(closing_.value_or(grpc::Status::CANCELLED));
-  }
-
-  grpc::CallbackServerContext* const context_;
-  std::shared_ptr<ServerStream> self_;
-  std::shared_ptr<StreamHandler> handler_;
+  const bool reads_wait_for_writes_;
   grpc::ByteBuffer read_buffer_;
-  grpc::ByteBuffer write_buffer_;
-  mutable absl::Mutex mu_;
+  Operation<GrpcStream> read_{this, &GrpcStream::OnRead};
+  Operation<GrpcStream> write_{this, &GrpcStream::OnWritten};
   Outbox outbox_ ABSL_GUARDED_BY(mu_);
-  std::optional<grpc::Status> closing_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
-  bool finished_ ABSL_GUARDED_BY(mu_) = false;
+  bool last_written_ ABSL_GUARDED_BY(mu_) = false;
   bool read_paused_ ABSL_GUARDED_BY(mu_) = false;
 };
 
+// The streams of one owner, which must not go before them.
+class LiveStreams {
+ public:
+  void Add(Stream* stream) {
+    absl::MutexLock lock(&mu_);
+    streams_.insert(stream);
+  }
+
+  // The last thing that a stream does.
+  void Remove(Stream* stream) {
+    absl::MutexLock lock(&mu_);
+    streams_.erase(stream);
+  }
+
+  void AbortAll() {
+    absl::MutexLock lock(&mu_);
+    for (Stream* stream : streams_) stream->Abort();
+  }
+
+  void AwaitNone() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(
+        absl::Condition(+[](std::set<Stream*>* streams) { return streams->empty(); }, &streams_));
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::set<Stream*> streams_ ABSL_GUARDED_BY(mu_);
+};
+
+// What gRPC knows about the caller.
+PeerInfo PeerOf(const grpc::ServerContext& context) {
+  PeerInfo peer;
+  peer.address = context.peer();
+  const auto auth = context.auth_context();
+  if (auth != nullptr && auth->IsPeerAuthenticated()) {
+    for (const grpc::string_ref& name : auth->GetPeerIdentity()) {
+      peer.identity.assign(name.data(), name.size());
+      break;
+    }
+  }
+  const auto& metadata = context.client_metadata();
+  const auto token = metadata.find(kRouteTokenKey);
+  if (token != metadata.end()) peer.route_token.assign(token->second.data(), token->second.size());
+  return peer;
+}
+
+// gRPC's codes for what does not exist are part of its own protocols: no reason of ours goes with
+// them.
+grpc::Status StatusOnTheWire(const absl::Status& status) {
+  const bool exists = !absl::IsUnimplemented(status) && !absl::IsNotFound(status);
+  if (exists || ReasonOf(status) != v1::REASON_ENGINE_FAILURE) return ToGrpcStatus(status);
+  return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
+}
+
+}  // namespace
+
+class GrpcService::Impl {
+ public:
+  Impl(GrpcEvents* events, const GrpcTransportOptions& options, AcceptCall accept)
+      : events_(events), outbound_bytes_(options.outbound_bytes), accept_(std::move(accept)) {
+    events_->builder()->RegisterAsyncGenericService(&service_);
+  }
+
+  // Waits for the next call.
+  void AwaitCall();
+  void AwaitNone() { live_.AwaitNone(); }
+
+ private:
+  class ServerStream;
+
+  GrpcEvents* const events_;
+  const uint64_t outbound_bytes_;
+  const AcceptCall accept_;
+  grpc::AsyncGenericService service_;
+  LiveStreams live_;
+};
+
+class GrpcService::Impl::ServerStream final : public GrpcStream {
+ public:
+  explicit ServerStream(Impl* service)
+      : GrpcStream(service->events_, service->outbound_bytes_, /*reads_wait_for_writes=*/true),
+        service_(service) {}
+
+  // Becomes the next call that comes.
+  void Await() {
+    self_ = shared_from_this();
+    service_->live_.Add(this);
+    absl::MutexLock lock(&mu_);
+    ++operations_;
+    context_.AsyncNotifyWhenDone(&done_);
+    service_->service_.RequestCall(&context_, &call_, events_->queue(), events_->queue(),
+                                   &accepted_);
+  }
+
+  void HalfClose() override {}
+
+  void Close(const absl::Status& status) override {
+    absl::MutexLock lock(&mu_);
+    if (last_) return;
+    last_ = true;
+    status_ = status;
+    Advance();
+  }
+
+  void Abort() override {
+    absl::MutexLock lock(&mu_);
+    if (accepted_call_ && operations_ > 0) context_.TryCancel();
+  }
+
+ protected:
+  void Read(grpc::ByteBuffer* buffer, GrpcEvents::Tag* tag) override { call_.Read(buffer, tag); }
+  void Write(const grpc::ByteBuffer& buffer, GrpcEvents::Tag* tag) override {
+    call_.Write(buffer, tag);
+  }
+
+  void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override {
+    ++operations_;
+    call_.Finish(StatusOnTheWire(status_), &finished_);
+  }
+
+  bool can_write() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override { return true; }
+  bool wants_messages() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override {
+    return !last_ && !broken_;
+  }
+
+  void OnReadsOver() override {
+    // Whether the caller has half-closed or is gone is only known when all is seen that came.
+    absl::MutexLock lock(&mu_);
+    ++operations_;
+    events_->Defer(&reads_over_);
+  }
+
+  void OnOver() override {
+    if (handler_ != nullptr) {
+      absl::Status status;
+      {
+        absl::MutexLock lock(&mu_);
+        status = broken_ ? MakeError(v1::REASON_CANCELLED, "the caller ended the call") : status_;
+      }
+      handler_->OnClosed(status);
+      handler_.reset();
+    }
+    service_->live_.Remove(this);
+  }
+
+ private:
+  void OnAccepted(bool ok) {
+    // The server is being shut down.
+    if (!ok) return;
+    service_->AwaitCall();
+    {
+      absl::MutexLock lock(&mu_);
+      accepted_call_ = true;
+      operations_ += 2;  // done_ comes by itself
+      call_.SendInitialMetadata(&metadata_sent_);
+    }
+    handler_ = service_->accept_(context_.method(), self_, PeerOf(context_));
+    absl::MutexLock lock(&mu_);
+    StartRead();
+  }
+
+  void OnCallDone(bool) {
+    absl::MutexLock lock(&mu_);
+    if (context_.IsCancelled()) broken_ = true;
+    Advance();
+  }
+
+  void OnHalfClosed(bool) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (broken_) return;
+    }
+    handler_->OnHalfClose();
+  }
+
+  void OnNothing(bool) {}
+
+  Impl* const service_;
+  grpc::GenericServerContext context_;
+  grpc::GenericServerAsyncReaderWriter call_{&context_};
+  Operation<ServerStream> accepted_{this, &ServerStream::OnAccepted};
+  Operation<ServerStream> metadata_sent_{this, &ServerStream::OnNothing};
+  Operation<ServerStream> reads_over_{this, &ServerStream::OnHalfClosed};
+  Operation<ServerStream> finished_{this, &ServerStream::OnNothing};
+  Operation<ServerStream> done_{this, &ServerStream::OnCallDone};
+  bool accepted_call_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+};
+
+void GrpcService::Impl::AwaitCall() { std::make_shared<ServerStream>(this)->Await(); }
+
+GrpcService::GrpcService(GrpcEvents* events, const GrpcTransportOptions& options, AcceptCall accept)
+    : impl_(std::make_unique<Impl>(events, options, std::move(accept))) {}
+GrpcService::~GrpcService() = default;
+void GrpcService::Start() { impl_->AwaitCall(); }
+void GrpcService::AwaitEnd() { impl_->AwaitNone(); }
+
+namespace {
+
 // Channels by endpoint. One that has broken is not used again: the next dial connects afresh
 // instead of waiting for gRPC's back-off, so that a restarted peer is found at once.
-//
-// gRPC's callback threads end with the last channel or server that uses them, and whoever destroys
-// that one joins them. On one of those threads itself, where streams end, that would be fatal. So
-// streams never own the last share of a channel: the pool keeps the newest of the broken ones, and
-// Close, called by the dialer's owner, waits for the streams before it lets go of the channels.
 class ChannelPool {
  public:
   explicit ChannelPool(const GrpcTransportOptions& options) : options_(options) {}
@@ -239,67 +439,35 @@ class ChannelPool {
     const std::shared_ptr<grpc::ChannelCredentials> credentials =
         options_.tls != nullptr ? options_.tls->ChannelCredentials() : plaintext_;
     absl::MutexLock lock(&mu_);
-    for (auto it = channels_.begin(); it != channels_.end(); ++it) {
+    for (auto it = lines_.begin(); it != lines_.end(); ++it) {
       if (it->endpoint != endpoint) continue;
       if (it->credentials != credentials) {
         // Who this worker is, or whom it trusts, has changed. Streams keep the old line.
-        Retire(it);
+        lines_.erase(it);
         break;
       }
-      channels_.splice(channels_.begin(), channels_, it);
-      return channels_.front().channel;
+      lines_.splice(lines_.begin(), lines_, it);
+      return lines_.front().channel;
     }
-    channels_.push_front({endpoint, credentials, Connect(endpoint, credentials)});
-    if (channels_.size() > kMaxChannels) Retire(std::prev(channels_.end()));
-    return channels_.front().channel;
+    lines_.push_front({endpoint, credentials, Connect(endpoint, credentials)});
+    if (lines_.size() > kMaxChannels) lines_.pop_back();
+    return lines_.front().channel;
   }
 
   void Forget(const std::string& endpoint, const grpc::Channel* channel) {
     absl::MutexLock lock(&mu_);
-    for (auto it = channels_.begin(); it != channels_.end(); ++it) {
-      if (it->endpoint == endpoint && it->channel.get() == channel) return Retire(it);
-    }
-  }
-
-  void StreamBegins() {
-    absl::MutexLock lock(&mu_);
-    ++streams_;
-  }
-
-  void StreamEnds() {
-    absl::MutexLock lock(&mu_);
-    --streams_;
-  }
-
-  void Close() {
-    std::list<std::shared_ptr<grpc::Channel>> channels;
-    {
-      absl::MutexLock lock(&mu_);
-      const bool done = mu_.AwaitWithTimeout(
-          absl::Condition(+[](int* streams) { return *streams == 0; }, &streams_), kStreamsMayEnd);
-      for (Line& line : channels_) channels.push_back(std::move(line.channel));
-      channels.splice(channels.end(), retired_);
-      channels_.clear();
-      // A handler that never returns: better a leak at the end of the process than its death.
-      if (!done) new std::list<std::shared_ptr<grpc::Channel>>(std::move(channels));
-    }
+    lines_.remove_if([&](const Line& line) {
+      return line.endpoint == endpoint && line.channel.get() == channel;
+    });
   }
 
  private:
-  static constexpr absl::Duration kStreamsMayEnd = absl::Seconds(5);
-
   struct Line {
     std::string endpoint;
     // With which it was dialed.
     std::shared_ptr<grpc::ChannelCredentials> credentials;
     std::shared_ptr<grpc::Channel> channel;
   };
-
-  void Retire(std::list<Line>::iterator line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    while (!retired_.empty() && retired_.front().use_count() == 1) retired_.pop_front();
-    retired_.push_back(std::move(line->channel));
-    channels_.erase(line);
-  }
 
   std::shared_ptr<grpc::Channel> Connect(
       const std::string& endpoint,
@@ -319,70 +487,39 @@ class ChannelPool {
   const std::shared_ptr<grpc::ChannelCredentials> plaintext_ = grpc::InsecureChannelCredentials();
   absl::Mutex mu_;
   // Most recently used first.
-  std::list<Line> channels_ ABSL_GUARDED_BY(mu_);
-  // No longer dialed; the newest stays.
-  std::list<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);
-  int streams_ ABSL_GUARDED_BY(mu_) = 0;
+  std::list<Line> lines_ ABSL_GUARDED_BY(mu_);
 };
 
-// Counts a stream for as long as any part of it exists.
-class StreamCount {
+class ClientStream final : public GrpcStream {
  public:
-  explicit StreamCount(std::shared_ptr<ChannelPool> pool) : pool_(std::move(pool)) {
-    pool_->StreamBegins();
-  }
-  ~StreamCount() { pool_->StreamEnds(); }
-  StreamCount(const StreamCount&) = delete;
-  StreamCount& operator=(const StreamCount&) = delete;
-
- private:
-  const std::shared_ptr<ChannelPool> pool_;
-};
-
-class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-                           public Stream,
-                           public std::enable_shared_from_this<ClientStream> {
- public:
-  ClientStream(std::shared_ptr<ChannelPool> pool, std::string endpoint,
+  ClientStream(GrpcEvents* events, ChannelPool* pool, LiveStreams* live, std::string endpoint,
                std::shared_ptr<StreamHandler> handler, uint64_t outbound_bytes,
                bool reads_wait_for_writes)
-      : reads_wait_for_writes_(reads_wait_for_writes),
-        count_(pool),
-        pool_(std::move(pool)),
+      : GrpcStream(events, outbound_bytes, reads_wait_for_writes),
+        pool_(pool),
+        live_(live),
         endpoint_(std::move(endpoint)),
-        channel_(pool_->Get(endpoint_)),
-        stub_(channel_),
-        handler_(std::move(handler)),
-        outbox_(outbound_bytes) {}
+        channel_(pool_->Get(endpoint_)) {
+    handler_ = std::move(handler);
+  }
 
   void Begin(const ByteCall& call) {
     self_ = shared_from_this();
+    live_->Add(this);
     if (!call.route_token.empty()) context_.AddMetadata(kRouteTokenKey, call.route_token);
     if (call.deadline != absl::InfiniteFuture()) {
       context_.set_deadline(absl::ToChronoTime(call.deadline));
     }
-    stub_.PrepareBidiStreamingCall(&context_, call.path, grpc::StubOptions(), this);
-    // Writes come from other threads: without the hold the call could be done under their feet.
-    AddHold();
-    StartRead(&read_buffer_);
-    StartCall();
-  }
-
-  void Send(Payload message) override {
     absl::MutexLock lock(&mu_);
-    if (ended_ || half_close_) return;
-    outbox_.Push(std::move(message));
-    Advance();
-  }
-
-  bool writable() const override {
-    absl::MutexLock lock(&mu_);
-    return !outbox_.blocked();
+    call_ = grpc::GenericStub(channel_).PrepareCall(&context_, call.path, events_->queue());
+    operations_ = 2;
+    call_->StartCall(&started_);
+    call_->ReadInitialMetadata(&connected_);
   }
 
   void HalfClose() override {
     absl::MutexLock lock(&mu_);
-    half_close_ = true;
+    last_ = true;
     Advance();
   }
 
@@ -390,105 +527,83 @@ class ClientStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc
 
   void Abort() override {
     absl::MutexLock lock(&mu_);
-    End();
-    context_.TryCancel();
+    broken_ = true;
+    Advance();
+    if (operations_ > 0) context_.TryCancel();
   }
 
-  void OnReadInitialMetadataDone(bool ok) override {
-    if (ok) handler_->OnConnected();
+ protected:
+  void Read(grpc::ByteBuffer* buffer, GrpcEvents::Tag* tag) override { call_->Read(buffer, tag); }
+  void Write(const grpc::ByteBuffer& buffer, GrpcEvents::Tag* tag) override {
+    call_->Write(buffer, tag);
   }
 
-  void OnReadDone(bool ok) override {
-    if (!ok) {
-      absl::MutexLock lock(&mu_);
-      End();
-      return;
-    }
-    WithBytes(read_buffer_, [this](absl::string_view bytes) { handler_->OnMessage(bytes); });
-    read_buffer_.Clear();
-    if (reads_wait_for_writes_) {
-      absl::MutexLock lock(&mu_);
-      read_paused_ = outbox_.blocked() && !ended_;
-      if (read_paused_) return;
-    }
-    StartRead(&read_buffer_);
+  void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override {
+    ++operations_;
+    call_->WritesDone(&half_closed_);
   }
 
-  void OnWriteDone(bool ok) override {
-    bool writable_again = false;
-    {
-      absl::MutexLock lock(&mu_);
-      writing_ = false;
-      writable_again = outbox_.Written();
-      if (!ok) End();
-      Advance();
-      ResumeReads();
-    }
-    if (writable_again) handler_->OnWritable();
+  bool can_write() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override { return is_started_; }
+  // The call's status comes after the last message.
+  bool wants_messages() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) override { return true; }
+
+  void OnReadsOver() override {
+    absl::MutexLock lock(&mu_);
+    broken_ = true;
+    Advance();
+    ++operations_;
+    call_->Finish(&status_, &finished_);
   }
 
-  void OnDone(const grpc::Status& status) override {
-    if (status.error_code() == grpc::StatusCode::UNAVAILABLE && status.error_details().empty()) {
+  void OnOver() override {
+    if (status_.error_code() == grpc::StatusCode::UNAVAILABLE && status_.error_details().empty()) {
       pool_->Forget(endpoint_, channel_.get());
     }
-    handler_->OnClosed(FromGrpcStatus(status));
+    handler_->OnClosed(FromGrpcStatus(status_));
     handler_.reset();
-    const std::shared_ptr<ClientStream> last = std::move(self_);
+    live_->Remove(this);
   }
 
  private:
-  void End() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    outbox_.Clear();
-    if (ended_) return;
-    ended_ = true;
-    RemoveHold();
+  void OnStarted(bool ok) {
+    absl::MutexLock lock(&mu_);
+    is_started_ = ok;
+    Advance();
   }
 
-  void ResumeReads() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (!read_paused_ || outbox_.blocked() || ended_) return;
-    read_paused_ = false;
-    StartRead(&read_buffer_);
+  void OnConnected(bool ok) {
+    if (!ok) return OnReadsOver();
+    handler_->OnConnected();
+    absl::MutexLock lock(&mu_);
+    StartRead();
   }
 
-  void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (ended_ || writing_ || half_closed_) return;
-    if (!outbox_.empty()) {
-      write_buffer_ = outbox_.Pop();
-      writing_ = true;
-      StartWrite(&write_buffer_);
-      return;
-    }
-    if (!half_close_) return;
-    half_closed_ = true;
-    StartWritesDone();
-  }
+  void OnNothing(bool) {}
 
-  const bool reads_wait_for_writes_;
-  // Before the others, so that it goes last: after all that holds a share of the channel.
-  const StreamCount count_;
-  const std::shared_ptr<ChannelPool> pool_;
+  ChannelPool* const pool_;
+  LiveStreams* const live_;
   const std::string endpoint_;
   const std::shared_ptr<grpc::Channel> channel_;
-  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub_;
   grpc::ClientContext context_;
-  std::shared_ptr<ClientStream> self_;
-  std::shared_ptr<StreamHandler> handler_;
-  grpc::ByteBuffer read_buffer_;
-  grpc::ByteBuffer write_buffer_;
-  mutable absl::Mutex mu_;
-  Outbox outbox_ ABSL_GUARDED_BY(mu_);
-  bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  bool half_close_ ABSL_GUARDED_BY(mu_) = false;
-  bool half_closed_ ABSL_GUARDED_BY(mu_) = false;
-  bool ended_ ABSL_GUARDED_BY(mu_) = false;
-  bool read_paused_ ABSL_GUARDED_BY(mu_) = false;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  Operation<ClientStream> started_{this, &ClientStream::OnStarted};
+  Operation<ClientStream> connected_{this, &ClientStream::OnConnected};
+  Operation<ClientStream> half_closed_{this, &ClientStream::OnNothing};
+  Operation<ClientStream> finished_{this, &ClientStream::OnNothing};
+  bool is_started_ ABSL_GUARDED_BY(mu_) = false;
+  // Written by gRPC before finished_ comes.
+  grpc::Status status_;
 };
 
 class GrpcDialerImpl final : public GrpcDialer {
  public:
-  explicit GrpcDialerImpl(const GrpcTransportOptions& options)
-      : options_(options), pool_(std::make_shared<ChannelPool>(options)) {}
-  ~GrpcDialerImpl() override { pool_->Close(); }
+  GrpcDialerImpl(GrpcEvents* events, const GrpcTransportOptions& options)
+      : events_(events), options_(options), pool_(options) {}
+
+  ~GrpcDialerImpl() override {
+    live_.AbortAll();
+    live_.AwaitNone();
+  }
 
   absl::Status Dial(Method method, const DialTarget& target, std::shared_ptr<StreamHandler> handler,
                     std::shared_ptr<Stream>* stream) override {
@@ -514,17 +629,19 @@ class GrpcDialerImpl final : public GrpcDialer {
           absl::StrCat("expected TLS or a loopback address to dial, got ", call.endpoint,
                        "; give the worker TLS keys or the insecure flag"));
     }
-    auto client =
-        std::make_shared<ClientStream>(pool_, parsed->ToString(), std::move(handler),
-                                       options_.outbound_bytes, call.reads_wait_for_writes);
+    auto client = std::make_shared<ClientStream>(events_, &pool_, &live_, parsed->ToString(),
+                                                 std::move(handler), options_.outbound_bytes,
+                                                 call.reads_wait_for_writes);
     *stream = client;
     client->Begin(call);
     return absl::OkStatus();
   }
 
  private:
+  GrpcEvents* const events_;
   const GrpcTransportOptions options_;
-  const std::shared_ptr<ChannelPool> pool_;
+  ChannelPool pool_;
+  LiveStreams live_;
 };
 
 }  // namespace
@@ -551,32 +668,9 @@ std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportO
   };
 }
 
-std::unique_ptr<GrpcDialer> MakeGrpcDialer(const GrpcTransportOptions& options) {
-  return std::make_unique<GrpcDialerImpl>(options);
-}
-
-grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AcceptGrpcStream(
-    Method method, grpc::CallbackServerContext* context, StreamAcceptor* acceptor,
-    const GrpcTransportOptions& options) {
-  auto stream = std::make_shared<ServerStream>(context, options);
-  stream->Begin(method, acceptor);
-  return stream.get();
-}
-
-PeerInfo PeerOf(const grpc::CallbackServerContext& context) {
-  PeerInfo peer;
-  peer.address = context.peer();
-  const auto auth = context.auth_context();
-  if (auth != nullptr && auth->IsPeerAuthenticated()) {
-    for (const grpc::string_ref& name : auth->GetPeerIdentity()) {
-      peer.identity.assign(name.data(), name.size());
-      break;
-    }
-  }
-  const auto& metadata = context.client_metadata();
-  const auto token = metadata.find(kRouteTokenKey);
-  if (token != metadata.end()) peer.route_token.assign(token->second.data(), token->second.size());
-  return peer;
+std::unique_ptr<GrpcDialer> MakeGrpcDialer(GrpcEvents* events,
+                                           const GrpcTransportOptions& options) {
+  return std::make_unique<GrpcDialerImpl>(events, options);
 }
 
 }  // namespace meshnet::worker

@@ -1,22 +1,23 @@
-// Streams over gRPC's callback API, as raw bytes: sizes are checked before anything is parsed, and
-// bytes that are no message get the worker's own reason instead of gRPC's.
+// Streams over gRPC as raw bytes: sizes are checked before anything is parsed, and bytes that are
+// no message get the worker's own reason instead of gRPC's.
 //
-//   auto dialer = MakeGrpcDialer(options);
-//   auto reactor = AcceptGrpcStream(Method::kSeam, context, acceptor, options);  // in a service
+//   GrpcEvents events;
+//   auto dialer = MakeGrpcDialer(&events, options);
+//   GrpcService service(&events, options, accept);   // of the server that events.builder() builds
 #ifndef MESHNET_CC_WORKER_GRPC_TRANSPORT_H_
 #define MESHNET_CC_WORKER_GRPC_TRANSPORT_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/time/time.h"
+#include "cc/worker/grpc_events.h"
 #include "cc/worker/tls_files.h"
 #include "cc/worker/transport.h"
-#include "grpcpp/support/byte_buffer.h"
-#include "grpcpp/support/server_callback.h"
 
 namespace meshnet::worker {
 
@@ -44,16 +45,30 @@ std::vector<std::pair<std::string, int>> TransportArguments(const GrpcTransportO
 // Direct lines to workers, and calls of other services.
 class GrpcDialer : public Dialer, public Caller {};
 
-// Its destructor waits for the streams that it has dialed; end them first.
-std::unique_ptr<GrpcDialer> MakeGrpcDialer(const GrpcTransportOptions& options);
+// Its destructor aborts the streams that it has dialed and waits for their end. `events` must
+// outlive it.
+std::unique_ptr<GrpcDialer> MakeGrpcDialer(GrpcEvents* events, const GrpcTransportOptions& options);
 
-// Deletes itself when the call is done. `acceptor` must outlive the server.
-grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* AcceptGrpcStream(
-    Method method, grpc::CallbackServerContext* context, StreamAcceptor* acceptor,
-    const GrpcTransportOptions& options);
+// Every call that comes to the server of `events`, whatever its method, as a stream of bytes.
+class GrpcService {
+ public:
+  // For each call; `path` is "/package.Service/Method". As StreamAcceptor::Accept.
+  using AcceptCall = std::function<std::shared_ptr<StreamHandler>(
+      const std::string& path, std::shared_ptr<Stream> stream, const PeerInfo& peer)>;
 
-// What gRPC knows about the caller.
-PeerInfo PeerOf(const grpc::CallbackServerContext& context);
+  // Before the server is built. `events` must outlive the service, the service the server.
+  GrpcService(GrpcEvents* events, const GrpcTransportOptions& options, AcceptCall accept);
+  ~GrpcService();
+
+  // Once the server has been started.
+  void Start();
+  // Once it has been shut down: waits until its last stream is over.
+  void AwaitEnd();
+
+ private:
+  class Impl;
+  const std::unique_ptr<Impl> impl_;
+};
 
 }  // namespace meshnet::worker
 

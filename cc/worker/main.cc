@@ -41,6 +41,7 @@
 #include "cc/protocol/frame_codec.h"
 #include "cc/worker/endpoint.h"
 #include "cc/worker/engine_factory.h"
+#include "cc/worker/grpc_events.h"
 #include "cc/worker/grpc_log.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/identity.h"
@@ -385,14 +386,14 @@ class Process {
       : signal_fd_(signal_fd),
         loaded_fd_(eventfd(0, EFD_CLOEXEC)),
         authorizer_(std::move(authorizer)),
-        grpc_(MakeGrpcDialer(server_options.transport)),
+        grpc_(MakeGrpcDialer(&events_, server_options.transport)),
         dialer_(grpc_.get(), grpc_.get(), absl::GetFlag(FLAGS_relay_peer_id)),
-        worker_(worker_options, &dialer_, authorizer_.get(), &logger_),
+        worker_(WithEvents(worker_options, &events_), &dialer_, authorizer_.get(), &logger_),
         server_options_(server_options),
         relays_(std::move(relays)) {}
 
   ExitCode Run() {
-    auto server = ShardServer::Start(server_options_, &worker_);
+    auto server = ShardServer::Start(server_options_, &events_, &worker_);
     if (!server.ok()) {
       const ExitCode code = ReasonOf(server.status()) == v1::REASON_CONFIGURATION_INVALID
                                 ? kExitBind
@@ -493,10 +494,16 @@ class Process {
     return code;
   }
 
+  static WorkerOptions WithEvents(WorkerOptions options, GrpcEvents* events) {
+    options.events = events;
+    return options;
+  }
+
   const int signal_fd_;
   const int loaded_fd_;
   Logger logger_;
   const std::unique_ptr<Authorizer> authorizer_;
+  GrpcEvents events_;
   const std::unique_ptr<GrpcDialer> grpc_;
   RelayDialer dialer_;
   Worker worker_;

@@ -7,22 +7,29 @@
 
 namespace meshnet::worker {
 
-Scheduler::Scheduler(ShardEngine* engine, Options options) : engine_(engine), options_(options) {}
+Scheduler::Scheduler(ShardEngine* engine, Options options)
+    : engine_(engine),
+      options_(options),
+      events_(options.events != nullptr ? options.events : &wake_only_) {}
 
 Scheduler::~Scheduler() { Stop(); }
 
 void Scheduler::Submit(std::shared_ptr<EngineTask> task) {
   const bool decode = task->step().phase == Phase::kDecode;
-  absl::MutexLock lock(&mu_);
-  if (decode && decode_.empty()) first_decode_ = absl::Now();
-  (decode ? decode_ : prefill_).push_back(std::move(task));
-  work_.Signal();
+  {
+    absl::MutexLock lock(&mu_);
+    if (decode && decode_.empty()) first_decode_ = absl::Now();
+    (decode ? decode_ : prefill_).push_back(std::move(task));
+  }
+  events_->Wake();
 }
 
 void Scheduler::Post(std::function<void(ShardEngine&)> command) {
-  absl::MutexLock lock(&mu_);
-  commands_.push_back(std::move(command));
-  work_.Signal();
+  {
+    absl::MutexLock lock(&mu_);
+    commands_.push_back(std::move(command));
+  }
+  events_->Wake();
 }
 
 void Scheduler::Drop(uint64_t session_ordinal) {
@@ -46,10 +53,6 @@ void Scheduler::Drop(uint64_t session_ordinal) {
 uint32_t Scheduler::queued() const {
   absl::MutexLock lock(&mu_);
   return static_cast<uint32_t>(decode_.size() + prefill_.size());
-}
-
-bool Scheduler::HasWork() const {
-  return !commands_.empty() || !decode_.empty() || !prefill_.empty();
 }
 
 std::vector<std::shared_ptr<EngineTask>> Scheduler::NextBatch() {
@@ -140,15 +143,21 @@ bool Scheduler::RunOnce() {
   return !commands.empty() || !batch.empty();
 }
 
+absl::Time Scheduler::IdleUntil() const {
+  absl::MutexLock lock(&mu_);
+  if (stopping_ || !commands_.empty()) return absl::InfinitePast();
+  if (decode_.empty() && prefill_.empty()) return absl::InfiniteFuture();
+  const absl::Time mates = WaitForMates();
+  return mates > absl::Now() ? mates : absl::InfinitePast();
+}
+
 void Scheduler::Loop() {
   while (true) {
+    // Also when there is work: what came while the engine was busy may belong to it.
+    events_->Poll(IdleUntil());
+    if (IdleUntil() > absl::InfinitePast()) continue;
     {
       absl::MutexLock lock(&mu_);
-      while (!HasWork() && !stopping_) work_.Wait(&mu_);
-      while (commands_.empty() && !stopping_) {
-        const absl::Time until = WaitForMates();
-        if (until <= absl::Now() || work_.WaitWithDeadline(&mu_, until)) break;
-      }
       if (stopping_) return;
     }
     RunOnce();
@@ -175,8 +184,8 @@ void Scheduler::Stop() {
   {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
-    work_.SignalAll();
   }
+  events_->Wake();
   if (thread_.joinable()) thread_.join();
   TaskList decode;
   TaskList prefill;

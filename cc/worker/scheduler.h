@@ -26,6 +26,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "cc/shard_engine/shard_engine.h"
+#include "cc/worker/event_source.h"
 
 namespace meshnet::worker {
 
@@ -50,9 +51,12 @@ class Scheduler {
     uint32_t prefill_token_budget = 512;
     // How long the first of several sessions that decode together may wait for the last (shared).
     absl::Duration batch_window = absl::Milliseconds(1);
+    // Where the engine's thread waits for steps; it handles the events that bring them. Null: other
+    // threads do.
+    EventSource* events = nullptr;
   };
 
-  // `engine` must outlive the scheduler.
+  // `engine` and the events must outlive the scheduler.
   Scheduler(ShardEngine* engine, Options options);
   ~Scheduler();
 
@@ -79,18 +83,20 @@ class Scheduler {
 
   void Loop();
   void RunCommands();
-  // Until when the engine should wait for more decode steps; the past when it should not.
+  // Until when the engine has to wait for work, or should for more decode steps; the past when it
+  // should not.
+  absl::Time IdleUntil() const;
   absl::Time WaitForMates() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RememberMates(const std::vector<std::shared_ptr<EngineTask>>& batch)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<std::shared_ptr<EngineTask>> NextBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Execute(const std::vector<std::shared_ptr<EngineTask>>& batch);
 
   ShardEngine* const engine_;
   const Options options_;
+  WakeOnly wake_only_;
+  EventSource* const events_;
   mutable absl::Mutex mu_;
-  absl::CondVar work_;
   std::deque<std::function<void(ShardEngine&)>> commands_ ABSL_GUARDED_BY(mu_);
   TaskList decode_ ABSL_GUARDED_BY(mu_);
   TaskList prefill_ ABSL_GUARDED_BY(mu_);

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "absl/time/time.h"
 #include "cc/common/status.h"
 #include "cc/shard_engine/fake/fake_engine.h"
+#include "cc/worker/event_source.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -253,6 +255,47 @@ TEST_F(SchedulerTest, SessionsThatDecodeTogetherStayTogether) {
   EXPECT_EQ(done_.size(), 6);
   for (const std::string& call : engine_.calls) EXPECT_NE(call, "a:1");
   for (const std::string& call : engine_.calls) EXPECT_NE(call, "b:1");
+}
+
+// One event that brings work, handled where the scheduler waits.
+class OneEvent final : public EventSource {
+ public:
+  void Poll(absl::Time deadline) override {
+    if (deadline == absl::InfiniteFuture() && !come_) {
+      come_ = true;
+      return handle();
+    }
+    wake_only_.Poll(deadline);
+  }
+  void Wake() override { wake_only_.Wake(); }
+
+  std::function<void()> handle;
+
+ private:
+  WakeOnly wake_only_;
+  bool come_ = false;
+};
+
+TEST_F(SchedulerTest, TheThreadThatComputesHandlesTheEventsThatBringWork) {
+  OneEvent events;
+  Scheduler::Options options;
+  options.events = &events;
+  scheduler_ = std::make_unique<Scheduler>(&engine_, options);
+  std::thread::id handled_by;
+  std::thread::id computed_by;
+  absl::Notification ran;
+  events.handle = [&] {
+    handled_by = std::this_thread::get_id();
+    scheduler_->Post([&](ShardEngine&) {
+      computed_by = std::this_thread::get_id();
+      ran.Notify();
+    });
+  };
+  scheduler_->Start();
+  ran.WaitForNotification();
+  // Before the events go.
+  scheduler_.reset();
+  EXPECT_EQ(handled_by, computed_by);
 }
 
 TEST_F(SchedulerTest, TheThreadRunsWhatComesAndStopKeepsCommands) {

@@ -30,6 +30,7 @@
 #include "cc/protocol/frame_codec.h"
 #include "cc/shard_engine/shard_engine.h"
 #include "cc/worker/authorizer.h"
+#include "cc/worker/event_source.h"
 #include "cc/worker/histogram.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/scheduler.h"
@@ -62,6 +63,8 @@ struct WorkerOptions {
   std::vector<std::string> allowed_recipes;
   std::vector<std::string> allowed_artifacts;
   std::string version;
+  // See Scheduler::Options.
+  EventSource* events = nullptr;
   std::function<absl::Time()> now = absl::Now;
 };
 

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "cc/common/status.h"
+#include "cc/worker/grpc_events.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/shard_server.h"
 
@@ -155,7 +156,7 @@ class MemoryCluster : public TestCluster {
 
 class GrpcCluster : public TestCluster {
  public:
-  GrpcCluster() : client_dialer_(MakeGrpcDialer(Transport())) {}
+  GrpcCluster() : client_dialer_(MakeGrpcDialer(&client_events_, Transport())) {}
 
   ~GrpcCluster() override {
     for (auto& [endpoint, node] : nodes_) {
@@ -209,6 +210,7 @@ class GrpcCluster : public TestCluster {
     WorkerSpec spec;
     absl::Mutex mu;
     bool paused = false;
+    GrpcEvents events;
     std::unique_ptr<Dialer> dialer;
     std::unique_ptr<Worker> worker;
     std::unique_ptr<ShardServer> server;
@@ -235,21 +237,23 @@ class GrpcCluster : public TestCluster {
     node->spec = spec;
     FakeEngineOptions engine = EngineOptions(spec);
     engine.before_batch = [raw = node.get()] { raw->Pass(); };
-    node->dialer = MakeGrpcDialer(Transport());
+    node->dialer = MakeGrpcDialer(&node->events, Transport());
     Authorizer* authorizer = spec.authorizer != nullptr ? spec.authorizer : &allow_all_;
     WorkerOptions worker = spec.worker;
     worker.dial_timeout = worker.close_timeout = kSlow;
     worker.explain_timeout = kSlow / 4;
+    worker.events = &node->events;
     node->worker = std::make_unique<Worker>(worker, node->dialer.get(), authorizer, &logger_);
     ShardServerOptions options;
     options.listen = listen;
     options.transport = Transport();
-    node->server = *ShardServer::Start(options, node->worker.get());
+    node->server = *ShardServer::Start(options, &node->events, node->worker.get());
     node->worker->AttachEngine(*MakeFakeEngine(engine)).IgnoreError();
     node->worker->Start();
     return node;
   }
 
+  GrpcEvents client_events_;
   std::unique_ptr<Dialer> client_dialer_;
   std::map<std::string, WorkerSpec> specs_;
   std::map<std::string, std::unique_ptr<Node>> nodes_;

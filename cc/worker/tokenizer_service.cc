@@ -11,7 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "cc/common/status.h"
-#include "grpcpp/support/server_callback.h"
+#include "cc/worker/unary_call.h"
+#include "proto/meshnet/shard/v1/tokenizer.pb.h"
 
 namespace meshnet::worker {
 namespace {
@@ -142,51 +143,47 @@ class CallQueue {
   std::thread thread_;
 };
 
-class Service final : public v1::TokenizerService::CallbackService {
+class Service final : public TokenizerService {
  public:
   explicit Service(const Worker* worker) : worker_(worker) {}
 
-  grpc::ServerUnaryReactor* GetVocabulary(grpc::CallbackServerContext* context,
-                                          const v1::GetVocabularyRequest* request,
-                                          v1::Vocabulary* response) override {
-    return Answer(context, request, response);
-  }
-  grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
-                                     const v1::TokenizeRequest* request,
-                                     v1::TokenizeResponse* response) override {
-    return Answer(context, request, response);
-  }
-  grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
-                                       const v1::DetokenizeRequest* request,
-                                       v1::DetokenizeResponse* response) override {
-    return Answer(context, request, response);
-  }
-  grpc::ServerUnaryReactor* GetPieces(grpc::CallbackServerContext* context,
-                                      const v1::GetPiecesRequest* request,
-                                      v1::GetPiecesResponse* response) override {
-    return Answer(context, request, response);
+  std::shared_ptr<StreamHandler> Accept(const std::string& method, std::shared_ptr<Stream> stream,
+                                        const PeerInfo& peer) override {
+    if (method == "GetVocabulary") {
+      return Handle<v1::GetVocabularyRequest, v1::Vocabulary>(std::move(stream), peer);
+    }
+    if (method == "Tokenize") {
+      return Handle<v1::TokenizeRequest, v1::TokenizeResponse>(std::move(stream), peer);
+    }
+    if (method == "Detokenize") {
+      return Handle<v1::DetokenizeRequest, v1::DetokenizeResponse>(std::move(stream), peer);
+    }
+    if (method == "GetPieces") {
+      return Handle<v1::GetPiecesRequest, v1::GetPiecesResponse>(std::move(stream), peer);
+    }
+    return nullptr;
   }
 
  private:
-  // gRPC's threads carry every stream of the worker: none of them may be busy with a long text.
+  // The thread that reads carries every stream of the worker: it must not be busy with a long text.
   template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const Request* request,
-                                   Response* response) {
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    const Tokenizer* tokenizer = worker_->tokenizer();
-    if (tokenizer == nullptr) {
-      reactor->Finish(ToGrpcStatus(MakeError(
-          v1::REASON_NOT_READY, "the vocabulary is still loading; ask again", kRetryHintMs)));
-      return reactor;
-    }
-    // Request, response and context stay until Finish.
-    const absl::Status status = queue_.Add(request->ByteSizeLong(), [=] {
-      // Nobody waits for the answer to a call that was given up.
-      reactor->Finish(context->IsCancelled() ? grpc::Status::CANCELLED
-                                             : ToGrpcStatus(Fill(*tokenizer, *request, response)));
-    });
-    if (!status.ok()) reactor->Finish(ToGrpcStatus(status));
-    return reactor;
+  std::shared_ptr<StreamHandler> Handle(std::shared_ptr<Stream> stream, const PeerInfo& peer) {
+    return HandleUnary<Request>(
+        std::move(stream), peer,
+        [this](std::shared_ptr<const Request> request, std::shared_ptr<UnaryCall> call) {
+          const Tokenizer* tokenizer = worker_->tokenizer();
+          if (tokenizer == nullptr) {
+            return call->Refuse(MakeError(
+                v1::REASON_NOT_READY, "the vocabulary is still loading; ask again", kRetryHintMs));
+          }
+          const absl::Status status = queue_.Add(request->ByteSizeLong(), [=] {
+            if (call->is_abandoned()) return;
+            Response response;
+            const absl::Status filled = Fill(*tokenizer, *request, &response);
+            filled.ok() ? call->Answer(response) : call->Refuse(filled);
+          });
+          if (!status.ok()) call->Refuse(status);
+        });
   }
 
   const Worker* const worker_;
@@ -195,7 +192,7 @@ class Service final : public v1::TokenizerService::CallbackService {
 
 }  // namespace
 
-std::unique_ptr<v1::TokenizerService::CallbackService> MakeTokenizerService(const Worker* worker) {
+std::unique_ptr<TokenizerService> MakeTokenizerService(const Worker* worker) {
   return std::make_unique<Service>(worker);
 }
 

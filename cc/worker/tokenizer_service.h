@@ -5,9 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
+#include "cc/worker/transport.h"
 #include "cc/worker/worker.h"
-#include "proto/meshnet/shard/v1/tokenizer.grpc.pb.h"
 
 namespace meshnet::worker {
 
@@ -18,9 +19,19 @@ inline constexpr int kMaxTokenIds = 1 << 20;
 inline constexpr size_t kMaxWaitingCalls = 64;
 inline constexpr uint64_t kMaxWaitingBytes = 32 << 20;
 
-// NOT_READY until the worker has an engine, QUEUE_FULL when too many calls wait. `worker` must
-// outlive the service.
-std::unique_ptr<v1::TokenizerService::CallbackService> MakeTokenizerService(const Worker* worker);
+class TokenizerService {
+ public:
+  virtual ~TokenizerService() = default;
+
+  // Null when `method` is none of the service's. Calls are refused with NOT_READY until the worker
+  // has an engine, with QUEUE_FULL when too many wait.
+  virtual std::shared_ptr<StreamHandler> Accept(const std::string& method,
+                                                std::shared_ptr<Stream> stream,
+                                                const PeerInfo& peer) = 0;
+};
+
+// `worker` must outlive the service, the service its calls.
+std::unique_ptr<TokenizerService> MakeTokenizerService(const Worker* worker);
 
 }  // namespace meshnet::worker
 

@@ -18,6 +18,7 @@
 #include "cc/common/status.h"
 #include "cc/shard_engine/fake/fake_engine.h"
 #include "cc/worker/authorizer.h"
+#include "cc/worker/grpc_events.h"
 #include "cc/worker/grpc_transport.h"
 #include "cc/worker/json_log.h"
 #include "cc/worker/shard_server.h"
@@ -28,6 +29,7 @@
 #include "grpcpp/support/channel_arguments.h"
 #include "gtest/gtest.h"
 #include "proto/meshnet/shard/v1/shard.grpc.pb.h"
+#include "proto/meshnet/shard/v1/tokenizer.grpc.pb.h"
 
 namespace meshnet::worker {
 namespace {
@@ -110,14 +112,14 @@ class TokenizerServiceTest : public ::testing::Test {
  protected:
   TokenizerServiceTest()
       : logger_([](const std::string&) {}),
-        dialer_(MakeGrpcDialer({})),
+        dialer_(MakeGrpcDialer(&events_, {})),
         worker_({}, dialer_.get(), &allow_all_, &logger_) {
     auto engine = std::make_unique<Engine>();
     held_ = engine->held();
     ShardServerOptions options;
     // A busy machine under a sanitizer is slow, not dead.
     options.transport.keepalive_timeout = absl::Minutes(1);
-    server_ = *ShardServer::Start(options, &worker_);
+    server_ = *ShardServer::Start(options, &events_, &worker_);
     EXPECT_TRUE(worker_.AttachEngine(std::move(engine)).ok());
     worker_.Start();
     grpc::ChannelArguments arguments;
@@ -175,6 +177,7 @@ class TokenizerServiceTest : public ::testing::Test {
   Logger logger_;
   AllowAll allow_all_;
   HeldTokenizer* held_ = nullptr;
+  GrpcEvents events_;
   std::unique_ptr<Dialer> dialer_;
   Worker worker_;
   std::unique_ptr<ShardServer> server_;

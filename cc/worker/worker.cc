@@ -465,6 +465,7 @@ absl::Status Worker::AttachEngine(std::unique_ptr<ShardEngine> engine) {
     scheduler.policy = capability.batch_policy;
     scheduler.prefill_token_budget = options.prefill_token_budget > 0 ? options.prefill_token_budget
                                                                       : capability.max_step_tokens;
+    scheduler.events = options.events;
     core_->scheduler = std::make_unique<Scheduler>(loaded, scheduler);
     SetState(v1::WORKER_STATE_WARMING_UP);
   }
