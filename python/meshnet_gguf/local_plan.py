@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshnet_gguf.caches import session_bytes
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import Model
@@ -23,7 +24,6 @@ from proto.meshnet.shard.v1 import errors_pb2
 __all__ = [
     "WORKER_BYTES",
     "LocalPlan",
-    "cache_bytes_per_token",
     "memory_budget",
     "plan_here",
 ]
@@ -36,7 +36,6 @@ _LEFT_FREE = 0.15
 _MAX_SESSIONS = 8
 _DEFAULT_CONTEXT = 4096
 _LEAST_CONTEXT = 512
-_CACHE_ELEMENT_BYTES = 2  # f16
 
 
 @dataclass(frozen=True)
@@ -122,18 +121,23 @@ def _fit(
     context_tokens: int,
     max_sessions: int,
 ) -> LocalPlan:
-    token_bytes = cache_bytes_per_token(model, sum(end - begin for begin, end in ranges))
+
+    def held(tokens: int) -> int:
+        """By one session of so many tokens, in all ranges."""
+        layers = session_bytes(model, inventory, tokens) or [1] * inventory.main_layers
+        return sum(sum(layers[begin:end]) for begin, end in ranges)
+
     weights = sum(inventory.stage_bytes(layers) for layers in ranges)
     fixed = weights + len(ranges) * WORKER_BYTES
     room = budget - fixed
     longest = model.integer("context_length") or _DEFAULT_CONTEXT
     context = context_tokens or min(longest, _DEFAULT_CONTEXT)
-    while not context_tokens and context > _LEAST_CONTEXT and room < context * token_bytes:
+    while not context_tokens and context > _LEAST_CONTEXT and room < held(context):
         context //= 2
-    fitting = room // (context * token_bytes) if room > 0 else 0
+    fitting = room // held(context) if room > 0 else 0
     sessions = max_sessions or min(_MAX_SESSIONS, fitting)
     if sessions < 1 or sessions > fitting:
-        needed = fixed + max(1, sessions) * context * token_bytes
+        needed = fixed + max(1, sessions) * held(context)
         raise MeshnetError(
             errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED,
             f"expected {_gib(needed)} of memory for {len(ranges)} workers and "
@@ -149,19 +153,9 @@ def _fit(
         context,
         sessions,
         share_of_cores(len(ranges)),
-        fixed + sessions * context * token_bytes,
+        fixed + sessions * held(context),
         missing,
     )
-
-
-def cache_bytes_per_token(model: Model, layers: int) -> int:
-    """Keys and values of one token in so many layers, as dense models keep them."""
-    heads = model.integer("attention.head_count") or 1
-    width = (model.integer("embedding_length") or 0) // heads
-    kv_heads = max(model.integers("attention.head_count_kv") or (heads,))
-    key = model.integer("attention.key_length") or width
-    value = model.integer("attention.value_length") or width
-    return max(1, layers * kv_heads * (key + value) * _CACHE_ELEMENT_BYTES)
 
 
 def _gib(size: float) -> str:
