@@ -150,15 +150,21 @@ class _Run:
     # ---- Load ----
 
     async def learn(self) -> None:
-        """The right answers, from before anything is killed."""
-        async with self._source() as source:
-            for prompt in range(self._options.clients):
-                async with source.open() as tracked, tracked.session() as session:
-                    answer = await session.generate([_BOS, prompt], max_tokens=_TOKENS).result()
-                self._expected[prompt] = answer.token_ids
+        """The right answers, from before anything is killed.
 
-    def _source(self) -> TrackerRouteSource:
-        return TrackerRouteSource(self._mesh.trackers, self._mesh.model_id, timeout=2.0)
+        On a busy machine leases this short may run out meanwhile: then once more.
+        """
+        async with self._source() as source, asyncio.timeout(_SETTLE_SECONDS):
+            while len(self._expected) < self._options.clients:
+                prompt = len(self._expected)
+                with contextlib.suppress(ControlError, MeshnetError):
+                    async with source.open() as tracked, tracked.session() as session:
+                        answer = await session.generate([_BOS, prompt], max_tokens=_TOKENS).result()
+                    self._expected[prompt] = answer.token_ids
+                await asyncio.sleep(0.01)
+
+    def _source(self, timeout: float = 2.0) -> TrackerRouteSource:
+        return TrackerRouteSource(self._mesh.trackers, self._mesh.model_id, timeout=timeout)
 
     async def ask(self, prompt: int, stopped: asyncio.Event) -> None:
         """One client: request after request, each once."""
@@ -253,7 +259,7 @@ class _Run:
 
     async def settle(self) -> None:
         """Waits for what is allowed to take a while, then looks."""
-        async with self._source() as source:
+        async with self._source(timeout=_SETTLE_SECONDS) as source:
             await self._wait_registered(source)
             # Whatever was alive by a lease or a session's time before is not any more.
             await asyncio.sleep(max(_LEASE_MS, _SESSION_TTL_MS) / 1000 + 0.5)

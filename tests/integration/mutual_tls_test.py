@@ -42,15 +42,20 @@ RANGES = {"n1": (0, 3), "n2": (3, 6), "n3": (6, 8)}
 SERVERS = ("tracker", "relay", *RANGES)
 
 
-def certs(*arguments: str) -> None:
-    """The command, as an operator gives it."""
+def meshnet(*arguments: str) -> str:
+    """A command, as an operator gives it; what it says."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    subprocess.run(
-        [sys.executable, "-P", "-m", "meshnet_gguf.cli.meshnet", "certs", *arguments],
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "meshnet_gguf.cli.meshnet", *arguments],
         check=True,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": path},
     )
+    return done.stdout.decode()
+
+
+def certs(*arguments: str) -> None:
+    meshnet("certs", *arguments)
 
 
 def issue(folder: pathlib.Path, name: str) -> None:
@@ -220,6 +225,15 @@ async def test_a_rotation_under_load_loses_nothing(tmp_path: pathlib.Path) -> No
         async with TrackerClient([mesh.tracker], security=mesh.client) as tracker:
             workers = (await tracker.list_workers(tracker_pb2.ListWorkersRequest())).workers
         assert sorted(worker.registration.node_id for worker in workers) == sorted(RANGES)
+
+        # Commands that ask workers show who they are, too.
+        tls = mesh.tls("client")
+        shown_by_flags = [f"--tls-cert={tls.certificate}", f"--tls-key={tls.key}"]
+        worker = mesh.endpoints()["n3.worker"]
+        said = await asyncio.to_thread(
+            meshnet, "metrics", worker, *shown_by_flags, f"--tls-ca={tls.authority}"
+        )
+        assert f'meshnet_worker_up{{worker="{worker}"}} 1.0' in said
 
         # What the relay's loss breaks is dialed anew, with what is new.
         await mesh.relay_program.kill()

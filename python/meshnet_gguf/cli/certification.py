@@ -23,21 +23,19 @@ from absl import app, flags
 from meshnet.certification import Certification, CertificationBook, read_records
 from meshnet.errors import ControlError, error_from_rpc
 from meshnet.signing import TrustedKeys
-from meshnet.transport import Security, TlsFiles, dial
+from meshnet.transport import dial
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, security_flags
 from proto.meshnet.control.v1 import tracker_pb2, tracker_pb2_grpc
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
+
+FLAG_MODULES = (security_flags.__name__,)
 
 _TRACKER = flags.DEFINE_string("tracker", "127.0.0.1:7100", "The tracker, HOST:PORT.")
 _TRUSTED = flags.DEFINE_multi_string(
     "trusted_key", [], "PEM file of public keys to believe; repeatable."
 )
-_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate to show the tracker.")
-_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its key.")
-_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authority of the tracker.")
-_INSECURE = flags.DEFINE_bool("insecure", False, "Dial a tracker beyond loopback without TLS.")
 _TIMEOUT_SECONDS = 30.0
 
 
@@ -94,8 +92,7 @@ def _import(records: Sequence[bytes]) -> int:
 
 
 async def _give(records: Sequence[bytes]) -> list[str]:
-    named = [flag.value and str(output.given_path(flag.value)) for flag in (_CERT, _KEY, _CA)]
-    channel = dial(_TRACKER.value, Security(TlsFiles.named(*named), _INSECURE.value))
+    channel = dial(_TRACKER.value, security_flags.security())
     try:
         stub = tracker_pb2_grpc.TrackerServiceStub(channel)
         ids = []

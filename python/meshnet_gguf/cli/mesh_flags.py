@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from absl import app, flags
-from meshnet.transport import Security, TlsFiles
+from absl import flags
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import security_flags
+from meshnet_gguf.cli.security_flags import security
 
-__all__ = ["security", "trackers"]
+__all__ = ["MODULES", "security", "trackers"]
+
+# For a command's FLAG_MODULES.
+MODULES = (__name__, security_flags.__name__)
 
 _TRACKER = flags.DEFINE_list(
     "tracker", [], "Trackers of the mesh, HOST:PORT; several share a mesh."
 )
-_CERT = flags.DEFINE_string("tls_cert", None, "PEM file: certificate shown to the mesh.")
-_KEY = flags.DEFINE_string("tls_key", None, "PEM file: its private key.")
-_CA = flags.DEFINE_string("tls_ca", None, "PEM file: authorities of the mesh.")
-_INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
 
 
 def trackers() -> list[str]:
     """What --tracker says."""
     return list(_TRACKER.value)
-
-
-def security() -> Security:
-    """What all of them say. Raises app.UsageError unless all TLS files are given or none."""
-    named = [name for name in (_CERT.value, _KEY.value, _CA.value) if name is not None]
-    if len(named) not in (0, 3):
-        raise app.UsageError("expected --tls-cert, --tls-key and --tls-ca together")
-    tls = TlsFiles(*(output.given_path(name) for name in named)) if named else None
-    return Security(tls, bool(_INSECURE.value))

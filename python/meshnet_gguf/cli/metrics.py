@@ -20,18 +20,18 @@ import prometheus_client
 from absl import app, flags
 from meshnet.errors import ControlError
 from meshnet.telemetry import serve_metrics
-from meshnet.transport import Security
 from prometheus_client.metrics_core import Metric
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, security_flags
 from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.errors import from_control_error
 from meshnet_gguf.worker_metrics import WorkerMetrics, families
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
+
+FLAG_MODULES = (security_flags.__name__,)
 
 _LISTEN = flags.DEFINE_string("listen", "", "Serve /metrics here, HOST:PORT.")
-_PLAIN = flags.DEFINE_bool("plaintext", False, "Dial, and serve, beyond loopback without TLS.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ async def _serve(endpoints: Sequence[str]) -> None:
         workers = await _clients(stack, endpoints)
         registry = prometheus_client.CollectorRegistry()
         registry.register(WorkerMetrics(lambda: workers))
-        with serve_metrics(registry, _LISTEN.value, Security(insecure=_PLAIN.value)) as port:
+        with serve_metrics(registry, _LISTEN.value, security_flags.security()) as port:
             address = f"{_LISTEN.value.rpartition(':')[0]}:{port}"
             record = {"event": "listening", "address": address, "metrics_port": port}
             sys.stderr.write(json.dumps(record) + "\n")
@@ -88,7 +88,7 @@ async def _clients(
 ) -> dict[str, WorkerClient]:
     return {
         endpoint: await stack.enter_async_context(
-            WorkerClient(endpoint, security=Security(insecure=_PLAIN.value))
+            WorkerClient(endpoint, security=security_flags.security())
         )
         for endpoint in endpoints
     }

@@ -26,18 +26,19 @@ import rich.table
 from absl import app, flags
 from meshnet.tracker_client import TrackerClient
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import mesh_flags, output
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.plan import Machine, ModelShape, Plan, evaluate, make_plan, shape_of
 from meshnet_gguf.plan_inputs import load_machines, measured_machines, sample_machines
 from proto.meshnet.control.v1 import tracker_pb2
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
+
+FLAG_MODULES = mesh_flags.MODULES
 
 _MACHINES = flags.DEFINE_string("machines", None, "YAML file with the machines, see --sample.")
 _SAMPLE = flags.DEFINE_bool("sample", False, "Print a file of machines with all keys, and end.")
-_TRACKER = flags.DEFINE_list("tracker", [], "Trackers that know the machines instead, HOST:PORT.")
 _MODEL_ID = flags.DEFINE_string("model_id", None, "The model's id at the tracker.")
 _STAGES = flags.DEFINE_integer("stages", None, "Exactly this many stages.", lower_bound=1)
 _SPLIT = flags.DEFINE_list("split", [], "Check this split instead: MACHINE=BEGIN:END,...")
@@ -66,9 +67,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if len(arguments) != 1:
         raise app.UsageError(f"expected one GGUF file, got {len(arguments)}")
-    if bool(_MACHINES.value) == bool(_TRACKER.value):
+    if bool(_MACHINES.value) == bool(mesh_flags.trackers()):
         raise app.UsageError("expected one of --machines and --tracker")
-    if _TRACKER.value and not _MODEL_ID.value:
+    if mesh_flags.trackers() and not _MODEL_ID.value:
         raise app.UsageError("expected --model-id with --tracker")
     if _SPLIT.value and _STAGES.value:
         raise app.UsageError("expected --split or --stages, got both")
@@ -100,7 +101,7 @@ def _machines(shape: ModelShape) -> list[Machine]:
 
 
 async def _ask(shape: ModelShape) -> list[Machine]:
-    async with TrackerClient(_TRACKER.value) as tracker:
+    async with TrackerClient(mesh_flags.trackers(), security=mesh_flags.security()) as tracker:
         answer = await tracker.list_workers(
             tracker_pb2.ListWorkersRequest(model_id=_MODEL_ID.value or "")
         )

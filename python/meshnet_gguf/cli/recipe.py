@@ -16,19 +16,18 @@ from collections.abc import Sequence
 import rich.box
 import rich.console
 import rich.table
-from absl import app, flags
-from meshnet.transport import Security
+from absl import app
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, security_flags
 from meshnet_gguf.client import Capability, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.protocol import recipe_fingerprint
 from meshnet_gguf.recipe import differences, explain
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
 
-_INSECURE = flags.DEFINE_bool("insecure", False, "Dial workers beyond loopback without TLS.")
+FLAG_MODULES = (security_flags.__name__,)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,7 +64,7 @@ async def _ask_all(endpoints: Sequence[str]) -> list[Capability]:
 
 
 async def _ask(endpoint: str) -> Capability:
-    async with WorkerClient(endpoint, security=Security(insecure=_INSECURE.value)) as worker:
+    async with WorkerClient(endpoint, security=security_flags.security()) as worker:
         capability = await worker.capability()
     computed = recipe_fingerprint(capability.recipe.items())
     if computed != capability.recipe_fingerprint:

@@ -59,7 +59,7 @@ from meshnet_gguf.route_source import TrackerRouteSource
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (machine_flags.__name__, mesh_flags.__name__, serve_join.__name__)
+FLAG_MODULES = (machine_flags.__name__, *mesh_flags.MODULES, serve_join.__name__)
 
 _LISTEN = flags.DEFINE_string("listen", "127.0.0.1:8080", "Address to serve on, HOST:PORT.")
 _JOIN = flags.DEFINE_list("join", [], "Add this machine to the mesh of these trackers, HOST:PORT.")
