@@ -46,6 +46,8 @@ ABSL_FLAG(bool, pin_threads, true,
           "something else keeps a core busy.");
 ABSL_FLAG(std::string, kv_type, "f16", "Cache element type: f16, f32 or q8_0.");
 ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that this CPU runs.");
+ABSL_FLAG(std::string, device, "",
+          "Device to compute on, of the lane that this worker was built for; empty = its first.");
 ABSL_FLAG(uint32_t, rollback_tokens, 64,
           "DeepSeek V4: how far back a session can go without a new prefill. Part of the recipe: "
           "equal on all stages of a route.");
@@ -165,6 +167,7 @@ absl::StatusOr<LlamaEngineOptions> LlamaOptions() {
   options.threads = absl::GetFlag(FLAGS_threads);
   options.pin_threads = absl::GetFlag(FLAGS_pin_threads);
   options.cpu_variant = absl::GetFlag(FLAGS_cpu_variant);
+  options.device = absl::GetFlag(FLAGS_device);
   options.rollback_tokens = absl::GetFlag(FLAGS_rollback_tokens);
   options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget);
   options.idle_ttl = absl::GetFlag(FLAGS_idle_ttl);

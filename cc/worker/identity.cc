@@ -16,6 +16,7 @@
 #include "google/protobuf/struct.pb.h"
 #include "google/protobuf/util/json_util.h"
 #include "llama_cpp_identity.h"
+#include "third_party/llama_cpp/accelerator.h"
 #include "third_party/llama_cpp/cpu_backend.h"
 
 namespace meshnet::worker {
@@ -25,13 +26,13 @@ using google::protobuf::Value;
 
 // Every value, by its path. None of them needs an escape.
 std::map<std::string, std::string> Fields() {
-  return {
+  std::map<std::string, std::string> fields = {
       {"engine.llama_cpp.commit", llama_cpp::kCommit},
       {"engine.llama_cpp.patched_tree", llama_cpp::kPatchedTree},
       {"engine.llama_cpp.patches_sha256", llama_cpp::kPatchStackSha256},
       {"engine.llama_cpp.release", llama_cpp::kRelease},
       {"engine.llama_cpp.tree", llama_cpp::kTree},
-      {"lane.accelerator", "cpu"},
+      {"lane.accelerator", llama_cpp::kLane},
       {"lane.cpu", "x86_64"},
       {"lane.os", "linux"},
       {"program", "meshnet-worker"},
@@ -42,6 +43,10 @@ std::map<std::string, std::string> Fields() {
       {"toolchain.glibc", absl::StrCat(__GLIBC__, ".", __GLIBC_MINOR__)},
       {"version", kVersion},
   };
+  if (!llama_cpp::AcceleratorBuild().empty()) {
+    fields.emplace("toolchain.accelerator", llama_cpp::AcceleratorBuild());
+  }
+  return fields;
 }
 
 std::string Fingerprint(const std::map<std::string, std::string>& fields) {

@@ -17,6 +17,8 @@ __all__ = ["RecipeEntry", "differences", "explain"]
 
 # Why a field is part of the recipe. Fields that are not here are shown without a meaning.
 _MEANINGS = {
+    "accelerator": "the device that computes, where it is not the CPU",
+    "accelerator_driver": "its driver, which compiles kernels for it",
     "activation_dtype": "number format of the residual between layers",
     "adapter": "our code that runs an architecture by layer ranges, and its version",
     "architecture": "which computation the layers are",

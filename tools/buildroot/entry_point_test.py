@@ -84,7 +84,13 @@ class Machine:
         (self.tree / "tools/buildroot").mkdir(parents=True)
         self.bin.mkdir()
         shutil.copy(HERE.parent / "bazel", self.tree / "tools/bazel")
-        for file in ("make.sh", "enter.sh", "root-packages.txt", "sysroot-packages.txt"):
+        for file in (
+            "make.sh",
+            "enter.sh",
+            "place.sh",
+            "root-packages.txt",
+            "sysroot-packages.txt",
+        ):
             shutil.copy(HERE / file, self.tree / "tools/buildroot" / file)
         self.stand_in("mmdebstrap", MMDEBSTRAP)
         self.environment = {

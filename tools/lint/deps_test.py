@@ -43,7 +43,7 @@ def test_entry_is_complete(entry: dict[str, Any]) -> None:
         }
     )
     assert all(isinstance(entry[field], str) and entry[field] for field in required)
-    assert entry["source"] in {"debian", "llama_cpp", "model", "npm", "pypi"}
+    assert entry["source"] in {"debian", "llama_cpp", "model", "npm", "pypi", "sdk"}
     assert entry["use"] in {"build", "program", "test"}
 
 
@@ -70,6 +70,14 @@ def test_debian_packages() -> None:
     packages = listed("tools/buildroot/root-packages.txt")
     packages |= listed("tools/buildroot/sysroot-packages.txt")
     named = [package for entry in of_source("debian") for package in entry["packages"]]
+    assert sorted(named) == sorted(packages)
+
+
+def test_sdks_of_the_lanes() -> None:
+    packages = listed("tools/buildroot/rocm-packages.txt")
+    packages |= listed("tools/buildroot/vulkan-packages.txt")
+    packages |= {line.split("==")[0] for line in listed("third_party/sdk/cuda.lock")}
+    named = [package for entry in of_source("sdk") for package in entry["packages"]]
     assert sorted(named) == sorted(packages)
 
 

@@ -33,6 +33,7 @@
 #include "llama.h"
 #include "llama_cpp_build_options.h"
 #include "llama_cpp_identity.h"
+#include "third_party/llama_cpp/accelerator.h"
 #include "third_party/llama_cpp/cpu_backend.h"
 
 // Of llama.cpp's src/llama-model.h, where its own tools look at what is loaded.
@@ -765,14 +766,29 @@ ggml_type KvGgmlType(LlamaEngineOptions::KvType type) {
   return GGML_TYPE_F16;
 }
 
+// Nothing when the CPU computes.
+using Device = std::optional<llama_cpp::AcceleratorDevice>;
+
+absl::StatusOr<Device> ChooseDevice(const LlamaEngineOptions& options) {
+  const bool cpu_lane = absl::string_view(llama_cpp::kLane) == "cpu";
+  if ((cpu_lane && options.device.empty()) || !options.accelerate) return Device();
+  const auto device = llama_cpp::FindAcceleratorDevice(options.device);
+  if (device.ok()) return Device(*device);
+  return MakeError(v1::REASON_CONFIGURATION_INVALID, device.status().message());
+}
+
 absl::StatusOr<ModelPtr> LoadModel(const LlamaEngineOptions& options,
-                                   const std::vector<std::string>& files, const LayerRange& range) {
+                                   const std::vector<std::string>& files, const LayerRange& range,
+                                   const Device& device) {
   llama_model_params params = llama_model_default_params();
   params.layer_begin = static_cast<int32_t>(range.begin);
   params.layer_end = static_cast<int32_t>(range.end);
   params.load_mode = LLAMA_LOAD_MODE_MMAP;
   params.use_extra_bufts = options.repack;
-  params.n_gpu_layers = 0;
+  // Never llama.cpp's own choice among what is registered.
+  ggml_backend_dev_t devices[] = {device.has_value() ? device->device : nullptr, nullptr};
+  params.devices = devices;
+  params.n_gpu_layers = device.has_value() ? std::numeric_limits<int32_t>::max() : 0;
   TakeLlamaErrors();
   std::vector<const char*> paths;
   for (const std::string& file : files) paths.push_back(file.c_str());
@@ -849,13 +865,15 @@ BoundarySchema Boundary(const ArtifactHeader& header) {
 }
 
 // The compiler and its flags: what the kernels' sums are made of besides their source.
-std::string BuildOptions() {
+std::string BuildOptions(const Device& device) {
 #if defined(__clang__)
   constexpr absl::string_view kCompiler = "clang";
 #else
   constexpr absl::string_view kCompiler = "gcc";
 #endif
-  return absl::StrCat(kCompiler, " ", __VERSION__, " ", llama_cpp::kKernelOptions);
+  return absl::StrCat(kCompiler, " ", __VERSION__, " ", llama_cpp::kKernelOptions,
+                      device.has_value() ? " " : "",
+                      device.has_value() ? llama_cpp::AcceleratorBuild() : "");
 }
 
 // What can change a bit of a result, and nothing else. Not here: the range, the number of slots and
@@ -865,6 +883,7 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
                                                             const ArtifactHeader& header,
                                                             const std::string& artifact_sha256,
                                                             const std::string& cpu_variant,
+                                                            const Device& device,
                                                             const llama_model* model) {
   const bool exact = options.batch_policy == BatchPolicy::kExact;
   const char* kv_type = ggml_type_name(KvGgmlType(options.kv_type));
@@ -875,10 +894,10 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
       {"adapter", deepseek4 ? "deepseek4/1" : "dense-llama/1"},
       {"architecture", header.architecture},
       {"artifact_sha256", artifact_sha256},
-      {"backend", "cpu"},
+      {"backend", device.has_value() ? llama_cpp::kLane : "cpu"},
       {"batch_policy", exact ? "exact" : "shared"},
       {"boundary_schema", absl::StrCat(boundary.name, "/", boundary.version)},
-      {"build_options", BuildOptions()},
+      {"build_options", BuildOptions(device)},
       // The kernels that run, and whether weights are rearranged for them: each sums in its own
       // order.
       {"cpu_variant", cpu_variant},
@@ -898,6 +917,11 @@ std::vector<std::pair<std::string, std::string>> MakeRecipe(const LlamaEngineOpt
       {"tokenizer_sha256", header.tokenizer_sha256},
       {"wire_dtype", "f32"},
   };
+  if (device.has_value()) {
+    // Kernels are chosen by what the device can do, and its driver compiles them.
+    recipe.emplace_back("accelerator", device->description);
+    recipe.emplace_back("accelerator_driver", device->driver);
+  }
   if (deepseek4) {
     recipe.emplace_back("boundary_sha256", SchemaFingerprint(boundary));
     recipe.emplace_back("mtp", "off");
@@ -957,12 +981,12 @@ absl::Status CheckBudget(const LlamaEngineOptions& options, const MemoryEstimate
 
 Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeader& header,
                           const std::string& artifact_sha256, const std::string& cpu_variant,
-                          const llama_model* model) {
+                          const Device& device, const llama_model* model) {
   Capability c;
   c.engine = "llama";
   c.architecture = header.architecture;
   c.artifact_sha256 = artifact_sha256;
-  c.recipe = MakeRecipe(options, header, artifact_sha256, cpu_variant, model);
+  c.recipe = MakeRecipe(options, header, artifact_sha256, cpu_variant, device, model);
   std::sort(c.recipe.begin(), c.recipe.end());
   c.recipe_fingerprint = RecipeFingerprint(c.recipe);
   c.range = {static_cast<uint32_t>(llama_model_layer_begin(model)),
@@ -974,7 +998,7 @@ Capability MakeCapability(const LlamaEngineOptions& options, const ArtifactHeade
   c.context_tokens = options.context_tokens;
   c.max_step_tokens = options.max_step_tokens;
   c.batch_policy = options.batch_policy;
-  c.evidence = Evidence::kDark;
+  c.evidence = device.has_value() && device->software ? Evidence::kFixture : Evidence::kDark;
   if (header.architecture == kDeepSeek4) c.rollback_tokens = options.rollback_tokens;
   c.vocabulary_size = static_cast<uint32_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
   c.owned_tensors = static_cast<uint32_t>(llama_model_loaded_n_tensors(model));
@@ -1120,14 +1144,16 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   const absl::StatusOr<Identified> artifact =
       options.manifest_path.empty() ? Identify(options) : IdentifyByManifest(loaded.options);
   if (!artifact.ok()) return artifact.status();
+  const absl::StatusOr<Device> device = ChooseDevice(options);
+  if (!device.ok()) return device.status();
   absl::StatusOr<ModelPtr> model =
-      LoadModel(loaded.options, artifact->header.files, artifact->range);
+      LoadModel(loaded.options, artifact->header.files, artifact->range, *device);
   if (!model.ok()) return model.status();
   loaded.model = *std::move(model);
   status = CheckLoaded(*artifact, loaded.model.get());
   if (!status.ok()) return status;
   loaded.capability = MakeCapability(loaded.options, artifact->header, artifact->sha256, *variant,
-                                     loaded.model.get());
+                                     *device, loaded.model.get());
   status = CheckBoundary(loaded.capability, loaded.model.get());
   if (!status.ok()) return status;
   // A prefill chunk, or a decode row of every session.

@@ -1,4 +1,5 @@
-// ShardEngine on the pinned, patched llama.cpp: one GGUF, one layer range, the CPU.
+// ShardEngine on the pinned, patched llama.cpp: one GGUF, one layer range, the CPU or the
+// accelerator of the lane that the program was built for.
 //
 //   LlamaEngineOptions options;
 //   options.model_path = "/models/smollm2.gguf";
@@ -82,6 +83,11 @@ struct LlamaEngineOptions {
   bool repack = true;
   // ggml CPU variant to use; empty = the best that this CPU runs.
   std::string cpu_variant;
+  // The lane's device to compute on; empty = the first. Only the head's embeddings stay with the
+  // CPU. On the cpu lane there is none.
+  std::string device;
+  // For tests: false = the CPU, whatever the lane.
+  bool accelerate = true;
   absl::Duration idle_ttl = absl::Minutes(30);
   absl::Duration lru_min_idle = absl::Seconds(10);
   // MEMORY_BUDGET_EXCEEDED when EstimateMemory() sums up to more. 0 = no bound.
@@ -93,7 +99,8 @@ struct LlamaEngineOptions {
 };
 
 // ARTIFACT_UNREADABLE, ARTIFACT_INVALID, ARTIFACT_MISMATCH, ARCHITECTURE_UNSUPPORTED (naming it),
-// LAYER_RANGE_INVALID, CPU_UNSUPPORTED, CONFIGURATION_INVALID, MEMORY_BUDGET_EXCEEDED.
+// LAYER_RANGE_INVALID, CPU_UNSUPPORTED, CONFIGURATION_INVALID (also for a lane
+// without driver or device), MEMORY_BUDGET_EXCEEDED.
 absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOptions& options);
 
 }  // namespace meshnet
