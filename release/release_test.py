@@ -224,7 +224,10 @@ def test_the_wheel_holds_code_and_data_and_no_tests() -> None:
         "meshnet_gguf/client/__init__.py",
         "meshnet_gguf/demo.py",
         "meshnet_gguf/models.json",
-        "proto/meshnet/shard/v1/shard_pb2.py",
-        "proto/meshnet/shard/v1/shard_pb2_grpc.py",
+        "meshnet/_proto/control/v1/tracker_pb2.py",
+        "meshnet_gguf/_proto/shard/v1/shard_pb2.py",
+        "meshnet_gguf/_proto/shard/v1/shard_pb2_grpc.py",
     } <= set(names)
     assert not [name for name in names if "/tests/" in name or "/testing/" in name]
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"meshnet", "meshnet_gguf"}

@@ -93,6 +93,39 @@ def test_wheels_are_the_same_for_the_same_content() -> None:
     assert {line.split(",")[0] for line in record.splitlines()} == set(names)
 
 
+def test_messages_lie_in_the_package_that_they_belong_to() -> None:
+    source = (
+        "import os\n"
+        "from proto.meshnet.shard.v1 import errors_pb2\n"
+        "from proto.meshnet.shard.v1 import frame_pb2 as proto_dot_meshnet_dot_frame__pb2\n"
+        "def late():\n"
+        "    from proto.meshnet.control.v1 import tracker_pb2\n"
+        "_b.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.meshnet.shard.v1.a_pb2', _g)\n"
+        "name = 'proto/meshnet/shard/v1/a.proto'\n"
+    )
+    moved = (
+        "import os\n"
+        "from meshnet_gguf._proto.shard.v1 import errors_pb2\n"
+        "from meshnet_gguf._proto.shard.v1 import frame_pb2 as proto_dot_meshnet_dot_frame__pb2\n"
+        "def late():\n"
+        "    from meshnet._proto.control.v1 import tracker_pb2\n"
+        "_b.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshnet_gguf._proto.shard.v1.a_pb2', _g)\n"
+        "name = 'proto/meshnet/shard/v1/a.proto'\n"
+    )
+    assert wheel.placed("proto/meshnet/shard/v1/a_pb2.py", source.encode()) == (
+        "meshnet_gguf/_proto/shard/v1/a_pb2.py",
+        moved.encode(),
+    )
+    assert wheel.placed("python/meshnet/x.json", b"proto") == ("meshnet/x.json", b"proto")
+    for name, text in [
+        ("python/meshnet/x.py", "from proto.meshnet.other.v1 import a_pb2\n"),
+        ("python/meshnet/x.py", "import proto.other\n"),
+        ("proto/meshnet/other/v1/a_pb2.py", ""),
+    ]:
+        with pytest.raises(ValueError, match="nobody owns"):
+            wheel.placed(name, text.encode())
+
+
 def test_an_index_is_signed_or_says_that_it_is_not(tmp_path: pathlib.Path) -> None:
     artifact = tmp_path / "a.tar.gz"
     artifact.write_bytes(b"content")

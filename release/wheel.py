@@ -4,7 +4,9 @@
         --notice NOTICE --sbom sbom.json --licence LICENSE
 
 FILES has one line a file: its path in the source tree, a tab, and where it lies. What is below
-python/ is imported from there, everything else from the tree's root.
+python/ is imported from there. The generated messages, in the tree below proto/, are put into the
+package that they belong to, and so are the imports of them: a package named `proto` would be
+anybody's.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import base64
 import hashlib
 import io
 import pathlib
+import re
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +25,36 @@ __all__ = ["main", "wheel"]
 
 NAME = "meshnet_gguf"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+# Whose messages are whose, by the folder below proto/meshnet.
+_OWNERS = {"control": "meshnet", "shard": NAME}
+_MESSAGES = re.compile(r"\bproto([./])meshnet[./](control|shard)\b(?=[./]v\d)")
+# Names of modules: in imports, and as what a generated module says of itself.
+_IMPORT = re.compile(r"^(\s*(?:from|import) )(proto\.\S+)", re.MULTILINE)
+_OWN_NAME = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')(proto\.[^']+)")
+
+
+def _messages(match: re.Match[str]) -> str:
+    separator = match[1]
+    return separator.join((_OWNERS[match[2]], "_proto", match[2]))
+
+
+def placed(name: str, content: bytes) -> tuple[str, bytes]:
+    """Where a file of the source tree lies in the wheel, and what it says there.
+
+    Raises ValueError for an import of a message that belongs to neither package.
+    """
+    name = _MESSAGES.sub(_messages, name.removeprefix("python/"))
+    if not name.endswith((".py", ".pyi")):
+        return name, content
+    text = content.decode()
+    for pattern in (_IMPORT, _OWN_NAME):
+        text = pattern.sub(lambda match: match[1] + _MESSAGES.sub(_messages, match[2]), text)
+    left = _IMPORT.search(text)
+    if left or name.startswith("proto/"):
+        raise ValueError(f"{name}: nobody owns {left[2] if left else name}")
+    return name, text.encode()
 
 
 def _digest(content: bytes) -> str:
@@ -91,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
     }
     for line in options.list.read_text("utf-8").splitlines():
         name, _, path = line.partition("\t")
-        files[name.removeprefix("python/")] = pathlib.Path(path).read_bytes()
+        name, content = placed(name, pathlib.Path(path).read_bytes())
+        files[name] = content
     requirements = [
         line
         for line in options.requirements.read_text("utf-8").splitlines()
