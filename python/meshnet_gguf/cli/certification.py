@@ -1,17 +1,25 @@
-"""Shows certification records, and gives them to trackers.
+"""Shows certification records, gives them to trackers, and tells whether they still hold.
 
     meshnet certification show lane.records --trusted-key certifier.pem.pub
     meshnet certification import lane.records --tracker 127.0.0.1:7100
+    meshnet certification check lane.json --worker 127.0.0.1:7001
 
 A file holds one record a line. `show` says of each which lane it is for, what it says and whether a
 key given with --trusted-key signed it; the exit code is 1 when one is not to be believed. `import`
 gives the records to a tracker, which refuses those that none of its own trusted keys signed.
 Importing again changes nothing. A record that revokes a lane is imported the same way.
+
+`check` compares evidence that `meshnet certify` wrote with a worker of today and the contract of
+today: another pin, patch stack, boundary, cache layout, backend build, hardware, driver or
+threshold ends a certification. Every change is shown, and the exit code is 1. With --key and
+--records a line that revokes the lane is added there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +28,15 @@ import rich.box
 import rich.console
 import rich.table
 from absl import app, flags
-from meshnet.certification import Certification, CertificationBook, read_records
+from meshnet.certification import Certification, CertificationBook, Lane, issue, read_records
 from meshnet.errors import ControlError, error_from_rpc
-from meshnet.signing import TrustedKeys
+from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.transport import dial
 
+from meshnet_gguf import certify
 from meshnet_gguf.cli import output, security_flags
+from meshnet_gguf.client import WorkerClient
+from meshnet_gguf.performance_contract import PerformanceContract, default_folder
 from proto.meshnet.control.v1 import tracker_pb2, tracker_pb2_grpc
 
 __all__ = ["FLAG_MODULES", "run"]
@@ -36,17 +47,25 @@ _TRACKER = flags.DEFINE_string("tracker", "127.0.0.1:7100", "The tracker, HOST:P
 _TRUSTED = flags.DEFINE_multi_string(
     "trusted_key", [], "PEM file of public keys to believe; repeatable."
 )
+_WORKER = flags.DEFINE_string("worker", None, "The worker of today, HOST:PORT, to check against.")
+_LANE_CONTRACT = flags.DEFINE_string(
+    "contract", None, "Another contract than this project's for lanes."
+)
+_SIGNING_KEY = flags.DEFINE_string("key", None, "PEM file of the key that signs a revocation.")
+_REVOCATIONS = flags.DEFINE_string("records", None, "File that gets the revocation as a line.")
 _TIMEOUT_SECONDS = 30.0
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
     actions = {"show": _show, "import": _import}
-    if len(arguments) < 2 or arguments[0] not in actions:
+    if len(arguments) < 2 or arguments[0] not in (*actions, "check"):
         raise app.UsageError(
-            f"expected show FILE... or import FILE..., got {' '.join(arguments)!r}"
+            f"expected show, import or check with FILE..., got {' '.join(arguments)!r}"
         )
     with output.control_errors():
+        if arguments[0] == "check":
+            return _check(arguments[1:])
         records = [r for name in arguments[1:] for r in read_records(output.given_path(name))]
         return actions[arguments[0]](records)
 
@@ -80,6 +99,49 @@ def _row(record: bytes, book: CertificationBook) -> dict[str, Any]:
         "key_id": found.key_id,
         "trusted": trusted,
     }
+
+
+def _check(names: Sequence[str]) -> int:
+    if not _WORKER.value:
+        raise app.UsageError("expected --worker=HOST:PORT, whose recipe is that of today")
+    if bool(_SIGNING_KEY.value) != bool(_REVOCATIONS.value):
+        raise app.UsageError("expected --key and --records together")
+    contract = PerformanceContract.read(
+        output.given_path(_LANE_CONTRACT.value)
+        if _LANE_CONTRACT.value
+        else default_folder() / "lane.v1.yaml"
+    )
+    recipe = asyncio.run(_recipe_of(_WORKER.value))
+    answers = []
+    for name in names:
+        record = certify.read_record(output.given_path(name))
+        changes = certify.stale(record, recipe, contract)
+        answers.append({"evidence": name, "changes": [vars(change) for change in changes]})
+        if not output.wants_json():
+            print(f"{name}: {'ended' if changes else 'holds'}")
+            print("".join(f"  {change}\n" for change in changes), end="")
+        if changes and _SIGNING_KEY.value:
+            _revoke(record)
+    if output.wants_json():
+        output.print_json({"checked": answers})
+    return 1 if any(answer["changes"] for answer in answers) else 0
+
+
+async def _recipe_of(endpoint: str) -> dict[str, str]:
+    async with WorkerClient(endpoint, security=security_flags.security()) as worker:
+        return dict((await worker.capability()).recipe)
+
+
+def _revoke(record: dict[str, Any]) -> None:
+    line = issue(
+        SigningKey.load(output.given_path(str(_SIGNING_KEY.value))),
+        Lane(record["model_id"], record["fingerprint"]),
+        issued_ms=time.time_ns() // 1_000_000,
+        evidence_sha256=hashlib.sha256(certify.encode(record)).hexdigest(),
+        status="revoked",
+    )
+    with output.given_path(str(_REVOCATIONS.value)).open("ab") as records:
+        records.write(line.encode() + b"\n")
 
 
 def _import(records: Sequence[bytes]) -> int:

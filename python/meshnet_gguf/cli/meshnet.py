@@ -35,7 +35,11 @@ COMMANDS = {
     ),
     "certification": (
         "meshnet_gguf.cli.certification",
-        "show certification records and give them to trackers",
+        "show certification records, give them to trackers, tell whether they still hold",
+    ),
+    "certify": (
+        "meshnet_gguf.cli.certify",
+        "certify a lane on the hardware at hand",
     ),
     "certs": (
         "meshnet_gguf.cli.certs",

@@ -1,0 +1,126 @@
+"""Certifies a lane on the hardware at hand: parity, concurrency, cancellation, cleanup and speed.
+
+    meshnet certify smollm2 --model-id smollm2 --evidence lane.json
+    meshnet certify smollm2 --model-id smollm2 --evidence lane.json \\
+        --trusted-key approver.pem.pub --key certifier.pem --records lane.records
+    meshnet certify --evidence lane.json --trusted-key approver.pem.pub \\
+        --key certifier.pem --records lane.records
+
+Runs the contract for lanes with a chain of workers and the whole model, and writes the raw
+measurements with hardware, driver, runtime, model and recipe. With --key the record is judged, and
+a line that trackers take (`meshnet certification import`) is added to --records; without a model
+that is done with evidence that is there. The model is a pinned one, by name or as a file.
+
+Exit code: 0 when the lane is certified (without --key: when it would be), 3 when it is not, with
+every reason. A fixture engine, a driver that computes on the CPU, a model that is not pinned and a
+contract that no trusted person has approved never certify.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+from absl import app, flags
+from meshnet.signing import SigningKey, TrustedKeys
+
+from meshnet_gguf import certify, evidence, progress
+from meshnet_gguf.cli import output
+from meshnet_gguf.models import fetch_model, pinned_models
+from meshnet_gguf.performance_contract import PerformanceContract, default_folder
+
+__all__ = ["run"]
+
+_MODEL_ID = flags.DEFINE_string("model_id", "", "The model's name in routes; default: its own.")
+_EVIDENCE = flags.DEFINE_string("evidence", None, "File for the measurements, or with them.")
+_RECORDS = flags.DEFINE_string("records", None, "File that gets the signed record as a line.")
+_KEY = flags.DEFINE_string("key", None, "PEM file of the key that signs (`meshnet keys make`).")
+_TRUSTED = flags.DEFINE_multi_string(
+    "trusted_key", [], "PEM file of public keys whose approval of the contract counts; repeatable."
+)
+_CONTRACT = flags.DEFINE_string("contract", None, "Another contract than this project's for lanes.")
+_STAGES = flags.DEFINE_integer("stages", 2, "Workers of the chain.", lower_bound=2)
+_THREADS = flags.DEFINE_integer(
+    "threads", 0, "Compute threads of each worker; 0 = the cores' share.", lower_bound=0
+)
+_DAYS = flags.DEFINE_integer("days", 0, "Days until the record expires; 0 = never.", lower_bound=0)
+
+_NOT_CERTIFIED = 3
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command."""
+    if len(arguments) > 1 or not _EVIDENCE.value:
+        raise app.UsageError("expected at most one model, and --evidence")
+    if bool(_KEY.value) != bool(_RECORDS.value):
+        raise app.UsageError("expected --key and --records together")
+    target = output.given_path(_EVIDENCE.value)
+    contract = PerformanceContract.read(
+        output.given_path(_CONTRACT.value) if _CONTRACT.value else default_folder() / "lane.v1.yaml"
+    )
+    with output.control_errors():
+        trusted = TrustedKeys.load(output.given_path(name) for name in _TRUSTED.value)
+        key = SigningKey.load(output.given_path(_KEY.value)) if _KEY.value else None
+        if arguments:
+            record = asyncio.run(certify.collect(_target(arguments[0]), contract, say=progress.say))
+            evidence.write(record, target)
+        else:
+            record = certify.read_record(target)
+        return _judge(record, contract, trusted, key)
+
+
+def _target(name: str) -> certify.Target:
+    pinned = name in pinned_models()
+    model = fetch_model(name) if pinned else output.given_path(name)
+    model_id = _MODEL_ID.value or (name if pinned else model.stem)
+    return certify.Target(model, model_id, _STAGES.value, _THREADS.value)
+
+
+def _judge(
+    record: dict[str, Any],
+    contract: PerformanceContract,
+    trusted: TrustedKeys,
+    key: SigningKey | None,
+) -> int:
+    reasons = certify.refusals(record, contract, trusted)
+    record_id = ""
+    if key is not None and not reasons:
+        now = time.time_ns() // 1_000_000
+        expires = now + _DAYS.value * 86_400_000 if _DAYS.value else 0
+        signed = certify.certify(record, contract, trusted, key, issued_ms=now, expires_ms=expires)
+        record_id = signed.record_id
+        _append(output.given_path(str(_RECORDS.value)), signed.encode())
+    if output.wants_json():
+        output.print_json(
+            {
+                "certified": not reasons and key is not None,
+                "certifies": not reasons,
+                "reasons": reasons,
+                "record_id": record_id,
+                "model_id": record["model_id"],
+                "fingerprint": record["fingerprint"],
+                "backend": record["recipe"].get("backend"),
+            }
+        )
+    else:
+        console = rich.console.Console(highlight=False, soft_wrap=True)
+        lane = f"{record['model_id']} on {record['recipe'].get('backend')}"
+        if reasons:
+            console.print(f"{lane} stays dark:", markup=False)
+            for reason in reasons:
+                console.print(f"  {reason}", markup=False)
+        elif record_id:
+            console.print(f"{lane} is certified: record {record_id}", markup=False)
+        else:
+            console.print(f"{lane} can be certified; give --key and --records", markup=False)
+    return _NOT_CERTIFIED if reasons else 0
+
+
+def _append(file: pathlib.Path, line: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as records:
+        records.write(line + b"\n")

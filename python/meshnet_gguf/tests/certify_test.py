@@ -1,0 +1,225 @@
+"""What certifies a lane, and what ends a certification; measurements are made up."""
+
+import copy
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from meshnet.certification import CertificationBook, Lane
+from meshnet.signing import SigningKey, TrustedKeys
+from meshnet_gguf.certify import BINDINGS, certify, encode, read_record, refusals, stale
+from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.models import pinned_models
+from meshnet_gguf.performance_contract import PerformanceContract
+from meshnet_gguf.testing.lane_contract import write_lane_contract
+
+APPROVER, CERTIFIER = SigningKey.generate(), SigningKey.generate()
+TRUSTED = APPROVER.trust()
+RECIPE = {
+    "accelerator": "NVIDIA H200",
+    "accelerator_driver": "580.65.06 CUDA 13000",
+    "backend": "cuda",
+    "boundary_schema": "dense.residual/1",
+    "build_options": "gcc 12.2.0 -O3",
+    "kv_layout": "slot",
+    "kv_type": "f16",
+    "llama_cpp_commit": "7fe450e1",
+    "llama_cpp_patches_sha256": "a" * 64,
+    "prefill_chunk": "256",
+}
+
+
+@pytest.fixture(name="contract")
+def approved_contract(tmp_path: pathlib.Path) -> PerformanceContract:
+    return write_lane_contract(tmp_path, APPROVER)
+
+
+def sample(contract: PerformanceContract) -> dict[str, Any]:
+    """A record that certifies."""
+    worker = {
+        "engine": "llama",
+        "evidence": "DARK",
+        "artifact_sha256": pinned_models()["smollm2"].sha256,
+        "recipe": RECIPE,
+        "recipe_fingerprint": "f" * 64,
+    }
+    row = {
+        "identical": True,
+        "ttft_ms": 50.0,
+        "last_ms_per_token": 10.0,
+        "whole_ms_per_token": 9.0,
+        "whole_ttft_ms": 40.0,
+    }
+    run = {
+        "workers": [worker, dict(worker)],
+        "rows": [row, dict(row)],
+        "sessions": {"together": 4, "tokens": 8, "identical": True},
+        "cancellations": [{"cancel_ms": 1.0, "release_ms": 1.0}] * 3,
+        "left_behind": [{"open_sessions": 0, "kv_bytes": 0, "queued_steps": 0}] * 2,
+    }
+    return {
+        "schema": "meshnet.certify/1",
+        "begun_at": "2026-02-01T00:00:00+00:00",
+        "model_id": "smollm2",
+        "fingerprint": "f" * 64,
+        "recipe": RECIPE,
+        "contract": {"name": "lane", "version": 1, "sha256": contract.sha256},
+        "machine": {"cpu": "x"},
+        "runs": [run],
+    }
+
+
+def test_what_holds_everything_is_signed_and_believed(contract: PerformanceContract) -> None:
+    record = sample(contract)
+    assert refusals(record, contract, TRUSTED) == []
+    signed = certify(record, contract, TRUSTED, CERTIFIER, issued_ms=5)
+    assert signed.lane == Lane("smollm2", "f" * 64)
+    assert signed.evidence_sha256 == hashlib.sha256(encode(record)).hexdigest()
+    book = CertificationBook(CERTIFIER.trust())
+    book.add(book.check(signed.encode()))
+    assert book.refusal(signed.lane, 6) == ""
+
+
+def _software(record: dict[str, Any]) -> None:
+    for worker in record["runs"][0]["workers"]:
+        worker["recipe"] = RECIPE | {"accelerator": "llvmpipe (LLVM 21.1.8, 256 bits)"}
+
+
+SPOILED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "fake engine": (lambda r: r["runs"][0]["workers"][1].update(engine="fake"), "fixture"),
+    "fixture evidence": (
+        lambda r: r["runs"][0]["workers"][0].update(evidence="FIXTURE"),
+        "no hardware computed them",
+    ),
+    "lavapipe": (_software, "the accelerator is a program: llvmpipe"),
+    "unpinned model": (
+        lambda r: r["runs"][0]["workers"][0].update(artifact_sha256="0" * 64),
+        "expected a pinned model",
+    ),
+    "two fingerprints": (
+        lambda r: r["runs"][0]["workers"][0].update(recipe_fingerprint="0" * 64),
+        "several fingerprints",
+    ),
+    "parity": (lambda r: r["runs"][0]["rows"][1].update(identical=False), "run 1: parity"),
+    "concurrency": (
+        lambda r: r["runs"][0]["sessions"].update(identical=False),
+        "run 1: concurrency",
+    ),
+    "too few sessions": (lambda r: r["runs"][0]["sessions"].update(together=1), "concurrency"),
+    "cancellation": (lambda r: r["runs"][0]["cancellations"].pop(), "run 1: cancellation"),
+    "cleanup": (
+        lambda r: r["runs"][0]["left_behind"].append({"open_sessions": 1}),
+        "run 1: cleanup",
+    ),
+    "speed": (
+        lambda r: [row.update(ttft_ms=1e9) for row in r["runs"][0]["rows"]],
+        "speed contract: useful-first-token",
+    ),
+    "nothing measured": (lambda r: r["runs"][0].update(rows=[]), "speed contract"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_one_thing_amiss_and_nothing_is_signed(what: str, contract: PerformanceContract) -> None:
+    record = copy.deepcopy(sample(contract))
+    spoil, reason = SPOILED[what]
+    spoil(record)
+    found = refusals(record, contract, TRUSTED)
+    assert any(reason in text for text in found), found
+    with pytest.raises(MeshnetError, match="stays dark"):
+        certify(record, contract, TRUSTED, CERTIFIER, issued_ms=5)
+
+
+def test_without_an_approval_that_is_trusted_nothing_certifies(
+    contract: PerformanceContract, tmp_path: pathlib.Path
+) -> None:
+    nobody = "speed contract: no trusted person has approved lane.v1"
+    assert nobody in refusals(sample(contract), contract, TrustedKeys({}))
+    folder = tmp_path / "unapproved"
+    folder.mkdir()
+    unapproved = write_lane_contract(folder, None)
+    assert unapproved.sha256 == contract.sha256
+    assert nobody in refusals(sample(unapproved), unapproved, TRUSTED)
+
+
+def test_a_record_of_other_thresholds_is_refused(contract: PerformanceContract) -> None:
+    record = sample(contract)
+    record["contract"]["sha256"] = "0" * 64
+    with pytest.raises(MeshnetError, match="expected results under lane"):
+        refusals(record, contract, TRUSTED)
+
+
+@pytest.mark.parametrize("missing", ["runs", "recipe", "fingerprint", "begun_at"])
+def test_a_record_with_something_missing_is_refused(
+    missing: str, contract: PerformanceContract
+) -> None:
+    record = sample(contract)
+    del record[missing]
+    if missing == "recipe":
+        assert refusals(record, contract, TRUSTED) == []  # that of the workers is what counts
+        return
+    with pytest.raises(MeshnetError, match="without what it needs"):
+        refusals(record, contract, TRUSTED)
+
+
+CHANGES = {
+    "pin": ("llama_cpp_commit", "0"),
+    "patches": ("llama_cpp_patches_sha256", "b" * 64),
+    "boundary": ("boundary_schema", "dense.residual/2"),
+    "cache layout": ("kv_type", "q8_0"),
+    "backend build": ("build_options", "gcc 13"),
+    "hardware": ("accelerator", "NVIDIA H100"),
+    "driver": ("accelerator_driver", "590"),
+    "model": ("artifact_sha256", "0" * 64),
+    "recipe": ("prefill_chunk", "512"),
+}
+
+
+def test_each_kind_of_change_ends_a_certification_and_is_named(
+    contract: PerformanceContract,
+) -> None:
+    record = sample(contract)
+    assert stale(record, RECIPE, contract) == []
+    assert set(CHANGES) == {*BINDINGS, "recipe"}
+    for kind, (field, value) in CHANGES.items():
+        (change,) = stale(record, RECIPE | {field: value}, contract)
+        assert (change.kind, change.field, change.now) == (kind, field, value)
+        assert change.before == RECIPE.get(field)
+        assert str(change) == f"{kind}: {field} was {RECIPE.get(field)}, is {value}"
+
+
+def test_a_field_that_comes_or_goes_is_a_change(contract: PerformanceContract) -> None:
+    record = sample(contract)
+    without = {name: value for name, value in RECIPE.items() if name != "kv_layout"}
+    assert [(c.kind, c.now) for c in stale(record, without, contract)] == [("cache layout", None)]
+    more = RECIPE | {"mtp": "on"}
+    assert [(c.kind, c.before) for c in stale(record, more, contract)] == [("recipe", None)]
+
+
+def test_other_thresholds_end_a_certification(contract: PerformanceContract) -> None:
+    record = sample(contract)
+    record["contract"]["sha256"] = "0" * 64
+    (change,) = stale(record, RECIPE, contract)
+    assert (change.kind, change.before, change.now) == ("thresholds", "0" * 64, contract.sha256)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"schema": "meshnet.certify/0", "recipe": {}, "contract": {}}']
+)
+def test_what_is_no_record_is_refused(content: bytes, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_bytes(content)
+    with pytest.raises(MeshnetError, match="expected a record"):
+        read_record(file)
+
+
+def test_a_record_comes_back_as_it_was_signed(
+    contract: PerformanceContract, tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "record.json"
+    file.write_bytes(encode(sample(contract)))
+    assert encode(read_record(file)) == file.read_bytes()
+    assert json.loads(file.read_bytes())["schema"] == "meshnet.certify/1"
