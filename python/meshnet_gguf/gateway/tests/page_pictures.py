@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ async def _pictures(folder: pathlib.Path) -> None:
             for name, page in pages.items():
                 await expect(page.get_by_text("not measured")).to_have_count(0, timeout=60_000)
                 if name in talking:
-                    await expect(page.locator(".turn.assistant")).to_contain_text("a")
+                    answer = page.locator(".turn.assistant")
+                    await expect(answer).to_contain_text(re.compile(r"\S{9}"), timeout=60_000)
                 await _take(page, folder, name)
             await mesh.kill("office-pc")
             await asyncio.gather(load, return_exceptions=True)
