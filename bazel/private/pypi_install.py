@@ -116,8 +116,13 @@ def split(common: pathlib.Path, out: pathlib.Path) -> None:
         labels = [f"//{dep}" for dep in deps]
         (out / name / "BUILD.bazel").write_text(BUILD.format(name=name, deps=labels))
         # Tests cannot write here: without compiled files each would compile all that it imports.
+        # They are inputs of actions: where they were compiled must not stand in them.
         compileall.compile_dir(
-            site, quiet=2, workers=2, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH
+            site,
+            quiet=2,
+            workers=2,
+            stripdir=str(out.resolve()),
+            invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,
         )
     (out / "BUILD.bazel").write_text(ALL.format(deps=[f"//{name}" for name in sorted(plans)]))
     (out / "requirements.bzl").write_text(
