@@ -255,9 +255,9 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _run(command: Sequence[str | pathlib.Path], **more: str) -> None:
+def _run(command: Sequence[str | pathlib.Path], folder: pathlib.Path = REPO, **more: str) -> None:
     environment = {**os.environ, **more}
-    if subprocess.run(command, env=environment, check=False).returncode != 0:
+    if subprocess.run(command, cwd=folder, env=environment, check=False).returncode != 0:
         raise CacheError(f"{' '.join(str(part) for part in command)} failed (see above)")
 
 
@@ -282,7 +282,8 @@ class Clone:
     def _bazel(self, command: str, *arguments: str) -> None:
         entry = str(self._tree / "tools/bazel")
         base = f"--output_base={self._base}"
-        _run([entry, base, command, *arguments], MESHNET_CACHE=self._cache)
+        # Bazel builds the work tree that it is started in.
+        _run([entry, base, command, *arguments], self._tree, MESHNET_CACHE=self._cache)
 
     def build(self, targets: Sequence[str], flags: Sequence[str]) -> HitRate:
         """Builds without any cache but the remote one."""
