@@ -273,7 +273,8 @@ class _Run:
         found: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_SECONDS):
-                while found != nodes:
+                # Its lease may show a node that was killed; each has to have said so itself.
+                while found != nodes or not all(n.events("registered") for n in self._mesh.nodes):
                     with contextlib.suppress(ControlError):
                         found = set(await self._workers(source))
                     await asyncio.sleep(0.05)
