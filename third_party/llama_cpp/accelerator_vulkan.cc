@@ -12,14 +12,15 @@
 namespace {
 
 // Opened when it is needed: linked in, its absence would end the program before it could say so.
-PFN_vkGetInstanceProcAddr Loader() {
-  static const auto loader = [] {
-    void* const library = dlopen("libvulkan.so.1", RTLD_NOW | RTLD_LOCAL);
-    return library == nullptr ? nullptr
-                              : reinterpret_cast<PFN_vkGetInstanceProcAddr>(
-                                    dlsym(library, "vkGetInstanceProcAddr"));
-  }();
-  return loader;
+void* Library() {
+  static void* const library = dlopen("libvulkan.so.1", RTLD_NOW | RTLD_LOCAL);
+  return library;
+}
+
+// One of the loader's own functions. Null where there is no loader.
+template <typename Function>
+Function Exported(const char* name) {
+  return Library() == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(Library(), name));
 }
 
 template <typename Function>
@@ -29,12 +30,36 @@ Function Find(VkInstance instance, const char* name) {
 
 }  // namespace
 
-// The one function of Vulkan that ggml calls by name; it finds all others through it.
-extern "C" VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL vkGetInstanceProcAddr(VkInstance instance,
-                                                                          const char* name) {
-  const PFN_vkGetInstanceProcAddr loader = Loader();
+// The functions of Vulkan that ggml calls by name; it finds all others through the first.
+extern "C" {
+
+VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL vkGetInstanceProcAddr(VkInstance instance,
+                                                               const char* name) {
+  static const auto loader = Exported<PFN_vkGetInstanceProcAddr>("vkGetInstanceProcAddr");
   return loader == nullptr ? nullptr : loader(instance, name);
 }
+
+// Not called before CheckDriver() has found the loader.
+VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL vkGetDeviceProcAddr(VkDevice device, const char* name) {
+  static const auto loader = Exported<PFN_vkGetDeviceProcAddr>("vkGetDeviceProcAddr");
+  return loader(device, name);
+}
+
+VKAPI_ATTR void VKAPI_CALL vkGetPhysicalDeviceFeatures2(VkPhysicalDevice device,
+                                                        VkPhysicalDeviceFeatures2* features) {
+  static const auto loader =
+      Exported<PFN_vkGetPhysicalDeviceFeatures2>("vkGetPhysicalDeviceFeatures2");
+  loader(device, features);
+}
+
+VKAPI_ATTR void VKAPI_CALL vkCmdCopyBuffer(VkCommandBuffer commands, VkBuffer source,
+                                           VkBuffer target, uint32_t count,
+                                           const VkBufferCopy* regions) {
+  static const auto loader = Exported<PFN_vkCmdCopyBuffer>("vkCmdCopyBuffer");
+  loader(commands, source, target, count, regions);
+}
+
+}  // extern "C"
 
 namespace meshnet::llama_cpp {
 
@@ -50,7 +75,7 @@ absl::Status CheckDriver() {
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(
-      Loader() == nullptr
+      Library() == nullptr
           ? "expected Vulkan's loader libvulkan.so.1, it cannot be opened; install it and the "
             "hardware's driver (Debian: libvulkan1, mesa-vulkan-drivers or the vendor's)"
           : absl::StrCat("expected Vulkan 1.2 or newer, the loader offers ",
