@@ -1,11 +1,13 @@
 """/metrics of a real process of each kind, against the table in docs/metrics.md."""
 
 import asyncio
+import json
 import os
 import pathlib
 import re
 import urllib.request
 
+import openai
 import pytest
 from meshnet.errors import ControlError
 from meshnet.relay_client import Listener, connect
@@ -16,6 +18,7 @@ from meshnet_gguf.client import open_route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.logged_process import PythonProgram
 from meshnet_gguf.testing.cluster import fake_cluster
+from meshnet_gguf.testing.gateway import MODEL, fake_gateway
 from meshnet_gguf.testing.node_process import node_values, running_node
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +26,7 @@ from proto.meshnet.control.v1 import tracker_pb2
 
 BOS = 256
 END = 60.0  # seconds after which a test that hangs is given up
+DASHBOARD = pathlib.Path(os.environ["DASHBOARD"])
 DOCUMENT = pathlib.Path(os.environ["METRICS_DOCUMENT"])
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -89,6 +93,50 @@ async def test_a_tracker(tmp_path: pathlib.Path) -> None:
         "meshnet_tracker_receipts_total",
         "meshnet_tracker_work_total",
     }
+
+
+async def test_a_gateway() -> None:
+    async with asyncio.timeout(END), fake_gateway() as gateway:
+        await gateway.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=4
+        )
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.chat.completions.create(
+                model="other", messages=[{"role": "user", "content": "Hello"}]
+            )
+        samples = await scrape(gateway.url.rpartition(":")[2])
+    assert program_names("gateway") == served_names(samples)
+    answered = {"endpoint": "/v1/chat/completions", "status": "200"}
+    assert value(samples, "meshnet_gateway_requests_total", **answered) == 1
+    assert value(samples, "meshnet_gateway_refusals_total", reason="NOT_SERVED") == 1
+    assert value(samples, "meshnet_gateway_completion_tokens_total") == 4
+    assert value(samples, "meshnet_gateway_request_seconds_count") == 2
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    table = documented()
+    dashboard = json.loads(DASHBOARD.read_text())
+    titles = [panel["title"] for panel in dashboard["panels"]]
+    assert len(set(titles)) == len(titles) > 10
+    programs = set()
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            query = target["expr"]
+            assert query.count("(") == query.count(")")
+            found = re.findall(r"\b(meshnet_\w+?)(?:_bucket|_sum|_count)?\b(?!\w)", query)
+            assert found, query
+            for name in found:
+                assert name in table, f"{panel['title']}: {name}"
+                programs.add(name.split("_")[1])
+            labels = frozenset().union(*(table[name][1] for name in found)) | {"le"}
+            grouped = re.findall(r"by \(([\w, ]+)\)", query)
+            selected = re.findall(r"(\w+)=~?\"", query)
+            asked = {*selected, *(label for group in grouped for label in group.split(", "))}
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert asked | shown <= labels, query
+            if grouped:
+                assert shown <= {label for group in grouped for label in group.split(", ")}
+    assert programs == {"gateway", "tracker", "node", "worker", "relay"}
 
 
 async def test_a_relay() -> None:
