@@ -25,9 +25,9 @@ from typing import Any
 
 from absl import app, flags
 from meshnet.errors import ControlError
+from meshnet_gguf.chart import render_bars
 from meshnet_gguf.errors import MeshnetError
 
-from benchmarks.chart import render_bars
 from benchmarks.control import chaos_section, provisioning_section, relay_section, tracker_section
 from benchmarks.control.cores import reserve_core
 from benchmarks.control.metrics import Metric, Section, Settings, say

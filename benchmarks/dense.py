@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from meshnet_gguf.chart import render
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, split_layers
 from meshnet_gguf.machine import cores, machine_facts
 from meshnet_gguf.models import fetch_model
 
-from benchmarks.chart import render
 from benchmarks.results import Bar, Sample, Setting, Stage, evaluate_bars, summarise
 from benchmarks.systems import BenchmarkError, Binaries, Interference, System, settle
 

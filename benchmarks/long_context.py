@@ -28,11 +28,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags
+from meshnet_gguf.chart import Line, render_lines
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.machine import machine_facts
 from meshnet_gguf.measurement import SPAN, Plan, is_identical, measure
-
-from benchmarks.chart import Line, render_lines
 
 _JSON = flags.DEFINE_string("json", None, "File for the results; the picture goes beside it (.svg)")
 _MODEL = flags.DEFINE_string("model", None, "GGUF file; default: the small DeepSeek V4")

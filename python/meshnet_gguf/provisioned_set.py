@@ -27,14 +27,23 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.manifest import Manifest, ManifestFile
+from meshnet_gguf.manifest import Manifest, ManifestFile, read_manifest
 from meshnet_gguf.storage import refuse_home, sync_folder
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["MANIFEST_NAME", "RECORD_NAME", "ChunkWriter", "ProvisionedSet", "runs"]
+__all__ = [
+    "MANIFEST_NAME",
+    "RECORD_NAME",
+    "ChunkWriter",
+    "InstalledSet",
+    "ProvisionedSet",
+    "installed_sets",
+    "runs",
+]
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "provisioned.json"
@@ -110,6 +119,13 @@ class ProvisionedSet:
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file.bytes)
         return False
+
+    def recorded(self) -> dict[str, set[int]]:
+        """The verified chunks of each file, by the record; reads no content."""
+        chunks: dict[str, set[int]] = {}
+        for name, some in self._recorded():
+            chunks.setdefault(name, set()).update(some)
+        return chunks
 
     def _recorded(self) -> set[tuple[str, tuple[int, ...]]]:
         """What the record says; nothing where it is not one of this artifact."""
@@ -274,6 +290,43 @@ class ProvisionedSet:
         self._close_journal()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
+
+
+@dataclass(frozen=True)
+class InstalledSet:
+    """An artifact as it lies on storage, by its own record. `model` is its first file."""
+
+    artifact_sha256: str
+    folder: pathlib.Path
+    model: pathlib.Path
+    total_bytes: int
+    chunks: int
+    verified_chunks: int
+
+
+def installed_sets(parent: pathlib.Path) -> list[InstalledSet]:
+    """The artifacts below a folder, by their names there; what is none is passed over."""
+    found = []
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+        try:
+            manifest = read_manifest(folder / MANIFEST_NAME)
+        except MeshnetError:
+            continue
+        if manifest.artifact_sha256 != folder.name:
+            continue
+        kept = ProvisionedSet(manifest, parent)
+        recorded = kept.recorded()
+        found.append(
+            InstalledSet(
+                manifest.artifact_sha256,
+                folder,
+                folder / manifest.files[0].name,
+                manifest.total_bytes,
+                sum(len(file.chunks) for file in manifest.files),
+                sum(len(chunks) for chunks in recorded.values()),
+            )
+        )
+    return found
 
 
 class ChunkWriter:

@@ -11,9 +11,7 @@ answered once. The key comes from $OPENAI_API_KEY or --api-key-file.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,30 +19,26 @@ from typing import Any
 import httpx
 from absl import app, flags
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import gateway_flags, output
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
 
-_URL = flags.DEFINE_string("url", "http://127.0.0.1:8080/v1", "The server's base address.")
+FLAG_MODULES = (gateway_flags.__name__,)
+
 _SYSTEM = flags.DEFINE_string("system", None, "What the model is told first.")
 _MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", 0, "Longest answer in tokens, 0 = as long as fits.", lower_bound=0
 )
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Randomness, 0 = none.", lower_bound=0)
-_KEY_FILE = flags.DEFINE_string("api_key_file", None, "File that holds the API key.")
-_CONNECT_SECONDS = 10.0
-_SILENT_SECONDS = 600.0
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
     if len(arguments) > 1:
         raise app.UsageError(f"expected at most one model, got {len(arguments)}")
-    timeout = httpx.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS)
-    # A server named by the user is dialled as it is, never through a web proxy.
-    with httpx.Client(timeout=timeout, headers=_headers(), trust_env=False) as http:
+    with gateway_flags.client() as http:
         model = arguments[0] if arguments else _first_model(http)
         messages: list[dict[str, str]] = []
         if _SYSTEM.value:
@@ -59,15 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY", "")
-    if _KEY_FILE.value:
-        key = output.given_path(_KEY_FILE.value).read_text("utf-8").strip()
-    return {"authorization": f"Bearer {key}"} if key else {}
-
-
 def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) -> None:
-    sys.stderr.write(f"{model} at {_URL.value}; end with Ctrl-D\n")
+    sys.stderr.write(f"{model} at {gateway_flags.url()}; end with Ctrl-D\n")
     while True:
         try:
             question = input("> ")
@@ -91,12 +78,12 @@ def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) ->
 
 
 def _first_model(http: httpx.Client) -> str:
-    with _errors():
-        answer = http.get(f"{_URL.value}/models")
-        _check(answer)
+    with gateway_flags.unreachable(gateway_flags.url()):
+        answer = http.get(f"{gateway_flags.url()}/models")
+        gateway_flags.check(answer, gateway_flags.url())
         models = answer.json()["data"]
     if not models:
-        raise MeshnetError(errors_pb2.REASON_NOT_SERVED, f"{_URL.value} serves no model")
+        raise MeshnetError(errors_pb2.REASON_NOT_SERVED, f"{gateway_flags.url()} serves no model")
     return str(models[0]["id"])
 
 
@@ -112,10 +99,14 @@ def _answer(
     if _MAX_TOKENS.value:
         body["max_tokens"] = _MAX_TOKENS.value
     parts: list[str] = []
-    with _errors(), http.stream("POST", f"{_URL.value}/chat/completions", json=body) as answer:
+    url = gateway_flags.url()
+    with (
+        gateway_flags.unreachable(url),
+        http.stream("POST", f"{url}/chat/completions", json=body) as answer,
+    ):
         if answer.status_code != 200:
             answer.read()
-        _check(answer)
+        gateway_flags.check(answer, url)
         for text in _texts(answer.iter_lines()):
             parts.append(text)
             if show:
@@ -133,7 +124,7 @@ def _texts(lines: Iterator[str]) -> Iterator[str]:
             continue
         event = json.loads(data)
         if "error" in event:
-            raise _error(event["error"])
+            raise gateway_flags.error_of(event["error"])
         for choice in event["choices"]:
             yield choice["delta"].get("content") or ""
 
@@ -141,32 +132,3 @@ def _texts(lines: Iterator[str]) -> Iterator[str]:
 def _printable(text: str) -> str:
     # A model may write anything, also what would steer a terminal.
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
-
-
-def _check(answer: httpx.Response) -> None:
-    if answer.status_code == 200:
-        return
-    try:
-        raise _error(answer.json()["error"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise MeshnetError(
-            errors_pb2.REASON_PEER_UNREACHABLE,
-            f"expected an OpenAI server at {_URL.value}, got HTTP {answer.status_code}",
-        ) from error
-
-
-def _error(error: dict[str, Any]) -> MeshnetError:
-    known = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(f"REASON_{error.get('code')}")
-    reason = errors_pb2.REASON_ENGINE_FAILURE if known is None else known.number
-    return MeshnetError(reason, str(error.get("message", "")))
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        raise MeshnetError(
-            errors_pb2.REASON_PEER_UNREACHABLE,
-            f"no answer from {_URL.value} ({error}); start a server with meshnet serve MODEL",
-        ) from error

@@ -33,6 +33,10 @@ COMMANDS = {
         "meshnet_gguf.cli.api_keys",
         "make, list and remove the API keys of a gateway",
     ),
+    "bench": (
+        "meshnet_gguf.cli.bench",
+        "measure how fast models answer, side by side",
+    ),
     "certification": (
         "meshnet_gguf.cli.certification",
         "show certification records, give them to trackers, tell whether they still hold",
@@ -53,6 +57,10 @@ COMMANDS = {
         "meshnet_gguf.cli.contract",
         "check, lock and sign performance contracts, and hold results against them",
     ),
+    "doctor": (
+        "meshnet_gguf.cli.doctor",
+        "say what is wrong with this machine and its mesh, and what to do",
+    ),
     "evidence": (
         "meshnet_gguf.cli.evidence",
         "run a model over workers and whole, and record what the run is evidence of",
@@ -68,6 +76,10 @@ COMMANDS = {
     "manifest": (
         "meshnet_gguf.cli.manifest",
         "say exactly what an artifact is: its files, tokenizer and hashes",
+    ),
+    "models": (
+        "meshnet_gguf.cli.models",
+        "list models: known, on this machine, served",
     ),
     "node": (
         "meshnet_gguf.cli.node",
@@ -95,7 +107,11 @@ COMMANDS = {
     ),
     "serve": (
         "meshnet_gguf.cli.serve",
-        "serve a model to OpenAI clients from this machine",
+        "serve a model to OpenAI clients, from this machine or from several",
+    ),
+    "status": (
+        "meshnet_gguf.cli.status",
+        "show routes, machines, load, dark lanes and refusals",
     ),
     "tracker": (
         "meshnet_gguf.cli.tracker",

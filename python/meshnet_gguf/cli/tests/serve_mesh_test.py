@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,35 +13,18 @@ import openai
 import pytest
 from meshnet.tracker_client import TrackerClient
 from meshnet_gguf.testing.node_process import wait_gone
+from meshnet_gguf.testing.serve_process import serving
 
 from proto.meshnet.control.v1 import tracker_pb2
 
-END = 90.0
 MESHNET = os.environ["MESHNET"]
 MODEL = os.path.realpath(os.environ["DEEPSEEK4_MODEL"])
 LAYERS = 8
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    *arguments: str,
-) -> AsyncIterator[tuple[dict[str, Any], asyncio.subprocess.Process]]:
-    """A `meshnet serve` that has said that it is ready."""
-    process = await asyncio.create_subprocess_exec(
-        MESHNET, "serve", *arguments, "--json", stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(END):
-            yield json.loads(await process.stdout.readline()), process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await process.wait()
-
-
 def here(*arguments: str) -> contextlib.AbstractAsyncContextManager[Any]:
-    return serving(MODEL, "--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0", *arguments)
+    places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
+    return serving(MESHNET, MODEL, *places, *arguments)
 
 
 def children(pid: int) -> set[int]:
@@ -124,7 +106,7 @@ async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
         with pytest.raises(openai.APIStatusError) as refused:
             await ask(first["url"], first["model"])
         assert refused.value.code == "NO_ROUTE"
-        async with serving(MODEL, f"--join={first['tracker']}") as (joined, process):
+        async with serving(MESHNET, MODEL, f"--join={first['tracker']}") as (joined, process):
             assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
             assert (await http.get(ready)).status_code == 200
             assert await ask(first["url"], first["model"])

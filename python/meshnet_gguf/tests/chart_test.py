@@ -4,8 +4,7 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
-
-from benchmarks.chart import Line, render, render_bars, render_lines
+from meshnet_gguf.chart import Line, render, render_bars, render_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,6 +3,7 @@
     svg = render(rows, title="...")                     # grouped bars of systems
     svg = render_lines([("ms/token", [Line("chain", points)])], title="...")
     svg = render_bars([("relay", 274.0, "MB/s", 200.0, True)], title="...")
+    svg = render_groups([("decode, tokens/s", [("a", 90.0, 80.0, 95.0)])], title="...")
 
 No drawing library: the file depends on nothing but the rows, so equal rows give equal bytes.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-__all__ = ["Line", "render", "render_bars", "render_lines"]
+__all__ = ["Figure", "Line", "render", "render_bars", "render_groups", "render_lines"]
 
 Row = dict[str, Any]
 
@@ -59,13 +60,15 @@ def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 
     )
 
 
-def _bar(x: float, width: float, base: float, scale: float, figure: Row, system: str) -> list[str]:
+def _bar(
+    x: float, width: float, base: float, scale: float, figure: Row, system: str, colour: str
+) -> list[str]:
     height = figure["median"] * scale
     middle = x + width / 2
     low, high = base - figure["min"] * scale, base - figure["max"] * scale
     return [
         f'<rect x="{x:.1f}" y="{base - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill="{_COLOURS[system]}"><title>{escape(system)}: {_number(figure["median"])} '
+        f'fill="{colour}"><title>{escape(system)}: {_number(figure["median"])} '
         f"({_number(figure['min'])} to {_number(figure['max'])})</title></rect>",
         f'<line x1="{middle:.1f}" y1="{low:.1f}" x2="{middle:.1f}" y2="{high:.1f}" '
         'stroke="#222222" stroke-width="1"/>',
@@ -106,7 +109,9 @@ def _panel(
         width = group_width * 0.84 / max(1, len(rows))
         for index, row in enumerate(rows):
             bar_left = left + group_width * 0.08 + index * width
-            parts += _bar(bar_left, width * 0.9, base, scale, row[metric], row["system"])
+            system = row["system"]
+            colour = _COLOURS[system]
+            parts += _bar(bar_left, width * 0.9, base, scale, row[metric], system, colour)
         parts.append(_text(left + group_width / 2, base + 16, label))
     return parts
 
@@ -229,6 +234,31 @@ def render_lines(panels: Sequence[tuple[str, Sequence[Line]]], *, title: str) ->
                 f'<rect x="{legend}" y="{base + 24}" width="10" height="10" fill="{colour}"/>'
             )
             parts.append(_text(legend + 14, base + 33, line.name, anchor="start", size=10))
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+# What is shown, its median, least and most.
+Figure = tuple[str, float, float, float]
+
+
+def render_groups(panels: Sequence[tuple[str, Sequence[Figure]]], *, title: str) -> str:
+    """The SVG text; a panel is its title and a bar for each of its figures, side by side."""
+    parts = _opening(len(panels), title)
+    for number, (panel_title, figures) in enumerate(panels):
+        x = number % 2 * _PANEL_WIDTH
+        y = _HEADER + number // 2 * _PANEL_HEIGHT
+        top = _ceiling(max((most for _, _, _, most in figures), default=1.0) or 1.0)
+        base = y + _TOP + _PLOT_HEIGHT
+        parts += _axis(x, y, panel_title, top)
+        width = (_PANEL_WIDTH - 16 - _LEFT) / max(1, len(figures))
+        for index, (name, median, least, most) in enumerate(figures):
+            left = x + _LEFT + index * width
+            row = {"median": median, "min": least, "max": most}
+            colour = _LINE_COLOURS[index % len(_LINE_COLOURS)]
+            scale = _PLOT_HEIGHT / top
+            parts += _bar(left + width * 0.2, width * 0.6, base, scale, row, name, colour)
+            parts.append(_text(left + width / 2, base + 16, name))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 

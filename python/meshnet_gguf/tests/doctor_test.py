@@ -1,0 +1,86 @@
+"""What the checks of `meshnet doctor` say of what is handed to them."""
+
+import datetime
+import pathlib
+import socket
+
+import pytest
+from meshnet.certificates import Authority
+from meshnet.transport import TlsFiles
+from meshnet_gguf import doctor
+from meshnet_gguf.doctor import Level
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+def tls_of(folder: pathlib.Path, authority: pathlib.Path, days: int = 90) -> TlsFiles:
+    certificate, key = Authority.create(folder).issue("a", ["10.0.0.5"], days)
+    return TlsFiles(certificate, key, authority)
+
+
+def levels(checks: list[doctor.Check]) -> dict[str, Level]:
+    return {check.name.removeprefix("certificates."): check.level for check in checks}
+
+
+def test_good_certificates(tmp_path: pathlib.Path) -> None:
+    tls = tls_of(tmp_path / "ca", tmp_path / "ca" / "authorities.pem")
+    found = levels(doctor.check_certificates(tls, ["10.0.0.5", "a"], NOW))
+    assert set(found.values()) == {Level.OK}
+    assert set(found) == {"files", "authority", "expiry", "names"}
+
+
+def test_certificates_that_end(tmp_path: pathlib.Path) -> None:
+    tls = tls_of(tmp_path / "ca", tmp_path / "ca" / "authorities.pem", days=30)
+    for days, level in ((15, Level.OK), (17, Level.WARN), (31, Level.FAIL)):
+        later = NOW + datetime.timedelta(days=days)
+        assert levels(doctor.check_certificates(tls, [], later))["expiry"] is level
+
+
+def test_certificates_that_fit_nobody(tmp_path: pathlib.Path) -> None:
+    Authority.create(tmp_path / "other")
+    foreign = tls_of(tmp_path / "ca", tmp_path / "other" / "authorities.pem")
+    found = levels(doctor.check_certificates(foreign, ["10.0.0.9"], NOW))
+    assert (found["authority"], found["names"]) == (Level.FAIL, Level.FAIL)
+    (tmp_path / "ca" / "a.key").write_text("no key")
+    (check,) = doctor.check_certificates(foreign, [], NOW)
+    assert (check.name, check.level) == ("certificates.files", Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("off_ms", "level", "word"),
+    [
+        (4_000, Level.OK, "ahead of"),
+        (-4_000, Level.OK, "behind"),
+        (6_000, Level.WARN, "ahead of"),
+        (-40_000, Level.FAIL, "behind"),
+    ],
+)
+def test_clocks(off_ms: int, level: Level, word: str) -> None:
+    check = doctor.check_clock(1_700_000_000_000, 1_700_000_000_000 + off_ms)
+    assert (check.level, word in check.message) == (level, True)
+
+
+def test_processors() -> None:
+    new, old = frozenset({"sse4_2", "avx2"}), frozenset({"sse4_2"})
+    assert doctor.check_cpu(new, "x86-64-v3").level is Level.OK
+    assert doctor.check_cpu(old, "x86-64-v3").level is Level.FAIL
+    assert doctor.check_cpu(old, "x86-64-v2").level is Level.OK
+    assert doctor.check_cpu(new, "armv8-a").level is Level.WARN
+
+
+def test_memory_and_storage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_memory(1).level is Level.OK
+    assert doctor.check_memory(1 << 60).level is Level.FAIL
+    monkeypatch.setenv("MESHNET_STORAGE", str(tmp_path))
+    assert doctor.check_storage(1).level is Level.OK
+    assert doctor.check_storage(1 << 60).level is Level.FAIL
+    monkeypatch.setenv("MESHNET_STORAGE", "/home/nobody")
+    assert doctor.check_storage().level is Level.FAIL
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        addresses = [f"127.0.0.1:{port}", "127.0.0.1:0", "192.0.2.1:0", "nonsense"]
+        found = [check.level for check in doctor.check_ports(addresses)]
+    assert found == [Level.WARN, Level.OK, Level.FAIL, Level.FAIL]
