@@ -58,12 +58,12 @@ async def serve(settings: RelaySettings) -> AsyncIterator[tuple[str, int]]:
         yield f"{settings.listen.rpartition(':')[0]}:{port}", metrics_port
 
 
-_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7200", "Where to serve, HOST:PORT.")
+_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7200", "Address to serve on, HOST:PORT.")
 _METRICS = flags.DEFINE_string("metrics_listen", "", "Where to serve /metrics, HOST:PORT.")
-_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate of this server.")
-_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its key.")
-_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authority of peers.")
-_INSECURE = flags.DEFINE_bool("insecure", False, "Serve beyond loopback without TLS.")
+_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate shown to the mesh.")
+_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its private key.")
+_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authorities of the mesh.")
+_INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
 
 
 def _log(event: str, **fields: object) -> None:

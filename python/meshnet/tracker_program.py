@@ -24,7 +24,7 @@ from meshnet.transport import Security, TlsFiles
 
 __all__ = ["run", "settings_from_flags"]
 
-_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7100", "Where to serve, HOST:PORT.")
+_LISTEN = flags.DEFINE_string("listen", "127.0.0.1:7100", "Address to serve on, HOST:PORT.")
 _DATABASE = flags.DEFINE_string(
     "database", "sqlite:///tracker.db", "sqlite:///FILE, or postgresql://USER@HOST/NAME."
 )
@@ -36,16 +36,16 @@ _KEEP = flags.DEFINE_integer(
     "keep_ms", 86_400_000, "How long to keep workers and sessions that are over; receipts stay."
 )
 _TRUSTED = flags.DEFINE_multi_string(
-    "trusted_key", [], "PEM file of public keys whose certification records count; repeatable."
+    "trusted_key", [], "PEM file of public keys that count; repeatable."
 )
 _TOKEN_KEY = flags.DEFINE_string("token_key", "", "PEM file of the key that signs route tokens.")
 _ADMIT_DARK = flags.DEFINE_bool(
     "admit_dark", False, "Route lanes that no record certifies; every answer will say so."
 )
-_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate of this server.")
-_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its key.")
-_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authority of clients.")
-_INSECURE = flags.DEFINE_bool("insecure", False, "Serve beyond loopback without TLS.")
+_CERT = flags.DEFINE_string("tls_cert", "", "PEM file: certificate shown to the mesh.")
+_KEY = flags.DEFINE_string("tls_key", "", "PEM file: its private key.")
+_CA = flags.DEFINE_string("tls_ca", "", "PEM file: authorities of the mesh.")
+_INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
 
 
 def settings_from_flags() -> TrackerSettings:

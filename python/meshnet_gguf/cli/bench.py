@@ -2,7 +2,7 @@
 
     meshnet bench
     meshnet bench http://127.0.0.1:8080/v1 https://other.example/v1 --svg speed.svg
-    meshnet bench smollm2 --stages 1,2 --json
+    meshnet bench smollm2 --compare-stages 1,2 --json
     meshnet bench http://127.0.0.1:8080/v1 ~/models/llama.gguf
 
 A target is the address of an OpenAI server, whose first model is asked, or a model (a known name or
@@ -42,7 +42,9 @@ __all__ = ["FLAG_MODULES", "run"]
 
 FLAG_MODULES = (gateway_flags.__name__,)
 
-_STAGES = flags.DEFINE_list("stages", ["1"], "Numbers of stages of a model here, such as 1,2.")
+_STAGES = flags.DEFINE_list(
+    "compare_stages", ["1"], "Numbers of stages of a model here, such as 1,2."
+)
 _PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "Tokens of a prompt.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest answer in tokens.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements of each target.", lower_bound=1)
@@ -54,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     stages = []
     for text in _STAGES.value:
         if not (text.isascii() and text.isdecimal() and int(text)):
-            raise app.UsageError(f"expected --stages such as 1,2, got {text!r}")
+            raise app.UsageError(f"expected --compare-stages such as 1,2, got {text!r}")
         stages.append(int(text))
     load = Load(_PROMPT.value, _TOKENS.value, _REPEATS.value)
     found: dict[str, Speed] = {}

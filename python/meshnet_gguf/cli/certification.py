@@ -43,16 +43,22 @@ __all__ = ["FLAG_MODULES", "run"]
 
 FLAG_MODULES = (security_flags.__name__,)
 
-_TRACKER = flags.DEFINE_string("tracker", "127.0.0.1:7100", "The tracker, HOST:PORT.")
+_TRACKER = flags.DEFINE_string(
+    "tracker", "127.0.0.1:7100", "Trackers of the mesh, HOST:PORT; one of them."
+)
 _TRUSTED = flags.DEFINE_multi_string(
-    "trusted_key", [], "PEM file of public keys to believe; repeatable."
+    "trusted_key", [], "PEM file of public keys that count; repeatable."
 )
 _WORKER = flags.DEFINE_string("worker", None, "The worker of today, HOST:PORT, to check against.")
 _LANE_CONTRACT = flags.DEFINE_string(
-    "contract", None, "Another contract than this project's for lanes."
+    "contract", None, "Contract of the model; another than this project's for lanes."
 )
-_SIGNING_KEY = flags.DEFINE_string("key", None, "PEM file of the key that signs a revocation.")
-_REVOCATIONS = flags.DEFINE_string("records", None, "File that gets the revocation as a line.")
+_SIGNING_KEY = flags.DEFINE_string(
+    "key", None, "PEM file of the private key that signs; a revocation."
+)
+_REVOCATIONS = flags.DEFINE_string(
+    "records", None, "File that gets signed records; the revocation as a line."
+)
 _TIMEOUT_SECONDS = 30.0
 
 

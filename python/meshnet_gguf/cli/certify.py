@@ -35,19 +35,33 @@ from meshnet_gguf.performance_contract import PerformanceContract, default_folde
 
 __all__ = ["run"]
 
-_MODEL_ID = flags.DEFINE_string("model_id", "", "The model's name in routes; default: its own.")
-_EVIDENCE = flags.DEFINE_string("evidence", None, "File for the measurements, or with them.")
-_RECORDS = flags.DEFINE_string("records", None, "File that gets the signed record as a line.")
-_KEY = flags.DEFINE_string("key", None, "PEM file of the key that signs (`meshnet keys make`).")
-_TRUSTED = flags.DEFINE_multi_string(
-    "trusted_key", [], "PEM file of public keys whose approval of the contract counts; repeatable."
+_MODEL_ID = flags.DEFINE_string(
+    "model_id", "", "The model's id at the tracker; its own, unless set."
 )
-_CONTRACT = flags.DEFINE_string("contract", None, "Another contract than this project's for lanes.")
-_STAGES = flags.DEFINE_integer("stages", 2, "Workers of the chain.", lower_bound=2)
+_EVIDENCE = flags.DEFINE_string("evidence", None, "File for the measurements, or with them.")
+_RECORDS = flags.DEFINE_string(
+    "records", None, "File that gets signed records; this one as a line."
+)
+_KEY = flags.DEFINE_string(
+    "key", None, "PEM file of the private key that signs; `meshnet keys` makes one."
+)
+_TRUSTED = flags.DEFINE_multi_string(
+    "trusted_key",
+    [],
+    "PEM file of public keys that count; for the contract's approval; repeatable.",
+)
+_CONTRACT = flags.DEFINE_string(
+    "contract", None, "Contract of the model; another than this project's for lanes."
+)
+_STAGES = flags.DEFINE_integer(
+    "stages", 2, "Number of stages; workers of the chain.", lower_bound=2
+)
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Compute threads of each worker; 0 = the cores' share.", lower_bound=0
 )
-_DAYS = flags.DEFINE_integer("days", 0, "Days until the record expires; 0 = never.", lower_bound=0)
+_DAYS = flags.DEFINE_integer(
+    "days", 0, "Days of life of what is made; 0 = for ever.", lower_bound=0
+)
 
 _NOT_CERTIFIED = 3
 

@@ -29,12 +29,12 @@ from proto.meshnet.shard.v1 import errors_pb2
 __all__ = ["run"]
 
 _HOST = flags.DEFINE_multi_string(
-    "host", [], "issue: a DNS name or an IP address that the program is dialed by; repeatable."
+    "host", [], "Name by which others dial a program; issue: DNS or IP; repeatable."
 )
 _DAYS = flags.DEFINE_integer(
     "days",
     None,
-    "Days of life of what is made: unless set, 3650 for an authority and 90 for a certificate.",
+    "Days of life of what is made; unless set, 3650 for an authority and 90 for a certificate.",
     lower_bound=1,
 )
 _COUNTS = {"init": 2, "issue": 3, "rotate": 2, "retire": 2, "show": 2}

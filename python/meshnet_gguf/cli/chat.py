@@ -29,7 +29,7 @@ FLAG_MODULES = (gateway_flags.__name__,)
 
 _SYSTEM = flags.DEFINE_string("system", None, "What the model is told first.")
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 0, "Longest answer in tokens, 0 = as long as fits.", lower_bound=0
+    "max_tokens", 0, "Longest answer in tokens; 0 = as long as fits.", lower_bound=0
 )
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Randomness, 0 = none.", lower_bound=0)
 

@@ -34,10 +34,10 @@ from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["run"]
 
-_KEY = flags.DEFINE_string("key", None, "PEM file of the private key that signs the approval.")
+_KEY = flags.DEFINE_string("key", None, "PEM file of the private key that signs; the approval.")
 _BY = flags.DEFINE_string("by", "", "Name of the person who approves.")
 _TRUSTED = flags.DEFINE_multi_string(
-    "trusted_key", [], "PEM file of public keys whose approvals count; repeatable."
+    "trusted_key", [], "PEM file of public keys that count; repeatable."
 )
 
 _NOT_PASSED = 3

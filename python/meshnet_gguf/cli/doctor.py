@@ -33,12 +33,14 @@ from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (mesh_flags.__name__,)
+FLAG_MODULES = mesh_flags.MODULES
 
 _PORTS = flags.DEFINE_list(
     "ports", ["127.0.0.1:8080", "127.0.0.1:7100"], "Addresses to serve on, HOST:PORT."
 )
-_HOST = flags.DEFINE_multi_string("host", [], "Name by which others dial this machine; repeatable.")
+_HOST = flags.DEFINE_multi_string(
+    "host", [], "Name by which others dial a program; to be in its certificate; repeatable."
+)
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 

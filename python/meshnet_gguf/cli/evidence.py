@@ -36,17 +36,19 @@ __all__ = ["run"]
 _PLAN = pathlib.Path(__file__).parents[1] / "evidence_plan.json"
 
 _CONTRACT = flags.DEFINE_string(
-    "contract", "deepseek-v4-flash", "The contract that the model must satisfy."
+    "contract", "deepseek-v4-flash", "Contract of the model; it must satisfy it."
 )
 _STAGES = flags.DEFINE_integer(
-    "stages", None, "Workers of the chain; default: as the plan says.", lower_bound=1
+    "stages", None, "Number of stages; as the plan says, without it.", lower_bound=1
 )
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Compute threads of each worker; 0 = the cores' share.", lower_bound=0
 )
 _PLAN_FILE = flags.DEFINE_string("plan", None, "A JSON file with another plan than the fixed one.")
 _MANIFEST = flags.DEFINE_string(
-    "manifest", None, "The artifact's manifest: its hash is the identity, and workers verify by it."
+    "manifest",
+    None,
+    "Manifest of the artifact; its hash is the identity, and workers verify by it.",
 )
 _ARTIFACT = flags.DEFINE_string(
     "artifact_sha256", "", "Refuse an artifact with another hash, as its manifest gives it."

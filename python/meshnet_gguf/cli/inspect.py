@@ -38,17 +38,13 @@ _CUTS = flags.DEFINE_list(
     "cuts", [], "Layers at which stages after the first begin, such as 12,30 for three stages."
 )
 _STAGES = flags.DEFINE_integer(
-    "stages", None, "Split into this many stages of about equal bytes.", lower_bound=1
+    "stages", None, "Number of stages; of about equal bytes.", lower_bound=1
 )
-_SVG = flags.DEFINE_string("svg", None, "Write a picture of bytes per layer to this file.")
+_SVG = flags.DEFINE_string("svg", None, "File for a picture of the result.")
 
-_CONTRACT = flags.DEFINE_string(
-    "contract", None, "Refuse a model that is not the one of this contract."
-)
+_CONTRACT = flags.DEFINE_string("contract", None, "Contract of the model; any other is refused.")
 
-_MANIFEST = flags.DEFINE_string(
-    "manifest", None, "Refuse an artifact that is not the one of this manifest."
-)
+_MANIFEST = flags.DEFINE_string("manifest", None, "Manifest of the artifact; any other is refused.")
 
 _Split = tuple[tuple[int, int], ...]
 

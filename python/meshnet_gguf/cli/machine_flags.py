@@ -44,9 +44,9 @@ _MEMORY = flags.DEFINE_string(
     "memory", None, "What workers may take of this machine, such as 12GiB; 85 % of what is free."
 )
 CONTEXT = flags.DEFINE_integer(
-    "context_tokens", 0, "Tokens that a session may hold, 0 = as fits.", lower_bound=0
+    "context_tokens", 0, "Tokens that a session may hold; 0 = as fits.", lower_bound=0
 )
-SESSIONS = flags.DEFINE_integer("max_sessions", 0, "Sessions at once, 0 = as fits.", lower_bound=0)
+SESSIONS = flags.DEFINE_integer("max_sessions", 0, "Sessions at once; 0 = as fits.", lower_bound=0)
 CPU_VARIANT = flags.DEFINE_string(
     "cpu_variant", None, "Kernels for another CPU than this one, so that others may join."
 )

@@ -31,7 +31,7 @@ __all__ = ["FLAG_MODULES", "run"]
 
 FLAG_MODULES = (security_flags.__name__,)
 
-_LISTEN = flags.DEFINE_string("listen", "", "Serve /metrics here, HOST:PORT.")
+_LISTEN = flags.DEFINE_string("listen", "", "Address to serve on, HOST:PORT.")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (gateway_flags.__name__, mesh_flags.__name__)
+FLAG_MODULES = (gateway_flags.__name__, *mesh_flags.MODULES)
 
 _ANSWER_SECONDS = 5.0
 

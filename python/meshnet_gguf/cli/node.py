@@ -27,7 +27,7 @@ from meshnet_gguf.node import Node, NodeConfig, load_config
 __all__ = ["run"]
 
 _CONFIG = flags.DEFINE_string("config", None, "YAML file that says what to serve and how.")
-_SAMPLE = flags.DEFINE_bool("sample", False, "Print a configuration with all keys, and end.")
+_SAMPLE = flags.DEFINE_bool("sample", False, "Print a file with all keys, and end.")
 _CHECK = flags.DEFINE_bool("check", False, "Check the configuration, start nothing.")
 
 

@@ -38,17 +38,22 @@ __all__ = ["FLAG_MODULES", "run"]
 FLAG_MODULES = mesh_flags.MODULES
 
 _MACHINES = flags.DEFINE_string("machines", None, "YAML file with the machines, see --sample.")
-_SAMPLE = flags.DEFINE_bool("sample", False, "Print a file of machines with all keys, and end.")
+_SAMPLE = flags.DEFINE_bool("sample", False, "Print a file with all keys, and end.")
 _MODEL_ID = flags.DEFINE_string("model_id", None, "The model's id at the tracker.")
-_STAGES = flags.DEFINE_integer("stages", None, "Exactly this many stages.", lower_bound=1)
+_STAGES = flags.DEFINE_integer("stages", None, "Number of stages; exactly so many.", lower_bound=1)
 _SPLIT = flags.DEFINE_list("split", [], "Check this split instead: MACHINE=BEGIN:END,...")
 _ACCEPT = flags.DEFINE_bool(
     "accept_slower", False, "Also give a split that fewer stages would beat."
 )
 _CONTEXT = flags.DEFINE_integer(
-    "context_tokens", 4096, "Room in the caches for sessions of this length.", lower_bound=0
+    "context_tokens",
+    4096,
+    "Tokens that a session may hold; the plan leaves room for them.",
+    lower_bound=0,
 )
-_SESSIONS = flags.DEFINE_integer("max_sessions", 8, "And for this many of them.", lower_bound=1)
+_SESSIONS = flags.DEFINE_integer(
+    "max_sessions", 8, "Sessions at once; the plan leaves room for them.", lower_bound=1
+)
 _CACHE = flags.DEFINE_integer(
     "cache_bytes_per_layer",
     None,

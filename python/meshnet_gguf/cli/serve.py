@@ -195,8 +195,8 @@ def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:
     else:
         sys.stdout.write(f"{mesh.name} is served on {url}/v1 (ready after {seconds:.1f} s)\n")
         if mesh.tracker:
-            where = " on this machine" if is_loopback(mesh.tracker) else ""
-            sys.stdout.write(f"add a machine{where}: meshnet serve --join {mesh.tracker}\n")
+            hint = "; other machines: --mesh-listen" if is_loopback(mesh.tracker) else ""
+            sys.stdout.write(f"to join it: meshnet serve --join {mesh.tracker}{hint}\n")
         if missing is not None:
             sys.stdout.write(f"layers {missing} are missing: answers begin once they have joined\n")
     sys.stdout.flush()

@@ -41,7 +41,7 @@ from proto.meshnet.control.v1 import tracker_pb2
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (gateway_flags.__name__, mesh_flags.__name__)
+FLAG_MODULES = (gateway_flags.__name__, *mesh_flags.MODULES)
 
 _WATCH = flags.DEFINE_bool("watch", False, "Show it again every second.")
 _ANSWER_SECONDS = 10.0

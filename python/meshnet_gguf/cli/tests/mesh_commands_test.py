@@ -132,7 +132,7 @@ async def check_bench(mesh: dict[str, Any], tmp_path: pathlib.Path) -> None:
         "bench",
         mesh["url"],
         str(MODEL),
-        "--stages=1,2",
+        "--compare-stages=1,2",
         "--prompt-tokens=16",
         "--max-tokens=8",
         "--repeats=1",

@@ -44,13 +44,15 @@ async def ask(url: str, model: str) -> str:
     return answer.choices[0].text
 
 
-async def receipts(tracker: str) -> set[tuple[str, int, int]]:
-    """Who did something for the first answer; the ledger has it a moment after the client."""
-    request = tracker_pb2.ListReceiptsRequest()
+async def on_route(tracker: str) -> set[tuple[str, int, int]]:
+    """Whom the session goes over that the gateway keeps for the next turn."""
     async with TrackerClient([tracker]) as client:
-        while not (found := (await client.list_receipts(request)).receipts):
-            await asyncio.sleep(0.01)
-    return {(one.node_id, one.span.begin, one.span.end) for one in found}
+        answer = await client.list_workers(tracker_pb2.ListWorkersRequest())
+    return {
+        (one.registration.node_id, one.registration.span.begin, one.registration.span.end)
+        for one in answer.workers
+        if one.assigned_sessions
+    }
 
 
 async def test_one_command_serves_and_leaves_no_process() -> None:
@@ -58,7 +60,7 @@ async def test_one_command_serves_and_leaves_no_process() -> None:
         name = pathlib.Path(MODEL).stem
         assert (said["model"], said["missing"], len(said["workers"])) == (name, None, 1)
         assert await ask(said["url"], name)
-        ((_, *span),) = await receipts(said["tracker"])
+        ((_, *span),) = await on_route(said["tracker"])
         assert span == [0, LAYERS]
         below = children(process.pid)
         assert len(below) >= 2  # a worker, and the process for templates
@@ -110,7 +112,7 @@ async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
             assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
             assert (await http.get(ready)).status_code == 200
             assert await ask(first["url"], first["model"])
-            assert (joined["node"], 4, LAYERS) in await receipts(first["tracker"])
+            assert (joined["node"], 4, LAYERS) in await on_route(first["tracker"])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         assert (await http.get(ready)).status_code == 503
