@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import http
 import http.client
@@ -30,9 +31,16 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-__all__ = ["HitRate", "Server", "configuration", "hit_rate", "main", "serving"]
+__all__ = [
+    "HitRate",
+    "Server",
+    "configuration",
+    "hit_rate",
+    "main",
+    "missed_actions",
+    "serving",
+]
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 WANTED_RATE = 0.99
@@ -48,12 +56,14 @@ class CacheError(Exception):
     """What is wrong, and what to do about it."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class HitRate:
     """Actions of one build that could have been hits, and those that were."""
 
     hits: int
     actions: int
+    misses: tuple[str, ...] = ()
+    """What Bazel says of those that were none, where it is known."""
 
     @property
     def rate(self) -> float:
@@ -78,6 +88,25 @@ def hit_rate(events: Iterable[str]) -> HitRate:
         actions = counts.get("total", 0) - counts.get("internal", 0)
         return HitRate(counts.get("remote cache hit", 0), actions)
     raise CacheError("expected the events of a finished build, got none with its metrics")
+
+
+def missed_actions(profile: str) -> tuple[str, ...]:
+    """Those actions of a build that ran here, from its --profile (with --noslim_profile).
+
+    An action is on one thread from its beginning to its end.
+    """
+    events = json.loads(profile)["traceEvents"]
+    started = [(event["tid"], event["ts"]) for event in events if event["name"] == "subprocess.run"]
+    names = [
+        f"{action['args']['mnemonic']}: {action['name']}"
+        for action in events
+        if action.get("cat") == "action processing"
+        and any(
+            thread == action["tid"] and action["ts"] <= at < action["ts"] + action["dur"]
+            for thread, at in started
+        )
+    ]
+    return tuple(sorted(names))
 
 
 def find_nginx() -> pathlib.Path:
@@ -161,7 +190,7 @@ def _password_line(password: str) -> str:
     return f"{_WRITER}:{{SSHA}}{base64.b64encode(digest + salt).decode()}\n"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Server:
     """A cache that is served."""
 
@@ -288,10 +317,14 @@ class Clone:
     def build(self, targets: Sequence[str], flags: Sequence[str]) -> HitRate:
         """Builds without any cache but the remote one."""
         events = self._tree.parent / "events.json"
-        flags = ["--disk_cache=", f"--build_event_json_file={events}", "--noshow_progress", *flags]
-        self._bazel("build", *flags, "--", *targets)
+        profile = self._tree.parent / "profile.json"
+        settings = ["--disk_cache=", f"--build_event_json_file={events}", f"--profile={profile}",
+                    "--noslim_profile", "--color=no", "--curses=no",
+                    "--show_progress_rate_limit=30"]  # fmt: skip
+        self._bazel("build", *settings, *flags, "--", *targets)
         with events.open() as lines:
-            return hit_rate(lines)
+            rate = hit_rate(lines)
+        return dataclasses.replace(rate, misses=missed_actions(profile.read_text("utf-8")))
 
     def remove(self) -> None:
         """Ends Bazel's server and removes its files."""
@@ -362,8 +395,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(rate: HitRate, as_json: bool) -> int:
     enough = rate.rate >= WANTED_RATE
+    for name in rate.misses:
+        _say(f"missed {name}")
     if as_json:
-        values = {"hits": rate.hits, "actions": rate.actions, "rate": rate.rate, "enough": enough}
+        values = {**dataclasses.asdict(rate), "rate": rate.rate, "enough": enough}
         sys.stdout.write(json.dumps(values) + "\n")
     else:
         verdict = "enough" if enough else f"expected {WANTED_RATE:.0%} at least"

@@ -51,7 +51,34 @@ def test_rate_says_whether_it_is_enough(
     file.write_text("\n".join(events(total=100, remote_cache_hit=hits)))
     assert remote_cache.main(["rate", str(file), "--json"]) == code
     said = json.loads(capsys.readouterr().out)
-    assert said == {"hits": hits, "actions": 100, "rate": hits / 100, "enough": code == 0}
+    assert said == {
+        "hits": hits,
+        "actions": 100,
+        "misses": [],
+        "rate": hits / 100,
+        "enough": code == 0,
+    }
+
+
+def test_the_actions_that_ran_here_have_names() -> None:
+    def event(name: str, thread: int, begin: int, length: int, **more: object) -> dict[str, object]:
+        return {"name": name, "tid": thread, "ts": begin, "dur": length, **more}
+
+    def action(name: str, thread: int, begin: int, length: int) -> dict[str, object]:
+        arguments = {"mnemonic": "CppCompile"}
+        return event(name, thread, begin, length, cat="action processing", args=arguments)
+
+    profile = {
+        "traceEvents": [
+            event("thread_name", 1, 0, 0),
+            action("Compiling hit.cc", 1, 0, 100),
+            action("Compiling ran.cc", 2, 0, 100),
+            action("Compiling other.cc", 2, 100, 50),
+            event("subprocess.run", 2, 40, 20),
+        ]
+    }
+    found = remote_cache.missed_actions(json.dumps(profile))
+    assert found == ("CppCompile: Compiling ran.cc",)
 
 
 def test_without_nginx_it_says_what_to_install(
