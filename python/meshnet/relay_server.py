@@ -7,17 +7,13 @@ async with serve(RelaySettings()) as (endpoint, metrics_port): ...
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from absl import app, flags
 
-from meshnet.errors import ControlError
+from meshnet.program import end_on_signals, log, serve_until_told
 from meshnet.relay import CallRecord, Relay, RelayOptions
 from meshnet.telemetry import Telemetry
 from meshnet.transport import Security, TlsFiles, bind, make_server
@@ -66,10 +62,6 @@ _CA = flags.DEFINE_string("tls_ca", "", "PEM file: authorities of the mesh.")
 _INSECURE = flags.DEFINE_bool("insecure", False, "Plaintext beyond loopback, in trusted networks.")
 
 
-def _log(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
-
-
 def settings_from_flags() -> RelaySettings:
     """What the command line says. Raises ControlError (CONFIGURATION_INVALID)."""
     tls = TlsFiles.named(_CERT.value, _KEY.value, _CA.value)
@@ -82,24 +74,15 @@ def settings_from_flags() -> RelaySettings:
 
 async def run(settings: RelaySettings) -> None:
     """Serves until SIGTERM or SIGINT."""
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ended = end_on_signals()
     async with serve(settings) as (endpoint, metrics_port):
-        _log("listening", address=endpoint, metrics_port=metrics_port)
+        log("listening", address=endpoint, metrics_port=metrics_port)
         await ended.wait()
 
 
 def main(argv: Sequence[str]) -> int:
     """The program."""
-    if len(argv) > 1:
-        raise app.UsageError(f"expected flags only, got {argv[1]}")
-    try:
-        asyncio.run(run(settings_from_flags()))
-    except ControlError as error:
-        _log("failed", reason=error.reason.name, message=error.message)
-        return 1
-    return 0
+    return serve_until_told(argv, settings_from_flags, run)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,14 @@ Its flags, and serving until a signal.
 from __future__ import annotations
 
 import asyncio
-import json
 import pathlib
-import signal
-import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
 from meshnet.clock import SystemClock
 from meshnet.collection import collect_in_small_steps
-from meshnet.errors import ControlError
+from meshnet.program import end_on_signals, log, serve_until_told
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.tracker import TrackerOptions
 from meshnet.tracker_server import TrackerServer, TrackerSettings
@@ -69,36 +66,22 @@ def settings_from_flags() -> TrackerSettings:
     )
 
 
-def _log(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
-
-
 async def run(settings: TrackerSettings) -> None:
     """Serves until SIGTERM or SIGINT."""
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = end_on_signals()
     async with TrackerServer.start(settings) as server:
         if settings.options.admit_dark:
-            _log("warning", message="dark lanes are admitted: routes may be uncertified")
-        _log("listening", address=server.endpoint, metrics_port=server.metrics_port)
+            log("warning", message="dark lanes are admitted: routes may be uncertified")
+        log("listening", address=server.endpoint, metrics_port=server.metrics_port)
         collecting = asyncio.create_task(collect_in_small_steps(SystemClock()))
         await ended.wait()
         collecting.cancel()
-        _log("stopping")
+        log("stopping")
 
 
 def main(argv: Sequence[str]) -> int:
     """The program."""
-    if len(argv) > 1:
-        raise app.UsageError(f"expected flags only, got {argv[1]}")
-    try:
-        asyncio.run(run(settings_from_flags()))
-    except ControlError as error:
-        _log("failed", reason=error.reason.name, message=error.message)
-        return 1
-    return 0
+    return serve_until_told(argv, settings_from_flags, run)
 
 
 if __name__ == "__main__":

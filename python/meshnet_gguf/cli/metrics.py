@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 
 import prometheus_client
 from absl import app, flags
 from meshnet.errors import ControlError
+from meshnet.program import end_on_signals, log
 from meshnet.telemetry import serve_metrics
 from prometheus_client.metrics_core import Metric
 
@@ -57,18 +56,14 @@ async def _show(endpoints: Sequence[str]) -> None:
 
 
 async def _serve(endpoints: Sequence[str]) -> None:
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ended = end_on_signals()
     async with contextlib.AsyncExitStack() as stack:
         workers = await _clients(stack, endpoints)
         registry = prometheus_client.CollectorRegistry()
         registry.register(WorkerMetrics(lambda: workers))
         with serve_metrics(registry, _LISTEN.value, security_flags.security()) as port:
             address = f"{_LISTEN.value.rpartition(':')[0]}:{port}"
-            record = {"event": "listening", "address": address, "metrics_port": port}
-            sys.stderr.write(json.dumps(record) + "\n")
-            sys.stderr.flush()
+            log("listening", address=address, metrics_port=port)
             await ended.wait()
 
 

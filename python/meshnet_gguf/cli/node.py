@@ -15,11 +15,11 @@ import asyncio
 import datetime
 import importlib.resources
 import json
-import signal
 import sys
 from collections.abc import Sequence
 
 from absl import app, flags
+from meshnet.program import end_on_signals
 
 from meshnet_gguf.cli import output
 from meshnet_gguf.node import Node, NodeConfig, load_config
@@ -51,10 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(config: NodeConfig) -> None:
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    await Node(config, _log).run(ended)
+    await Node(config, _log).run(end_on_signals())
     _log("ended")
 
 
