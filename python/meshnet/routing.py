@@ -20,14 +20,23 @@ same route, in whatever order they came; ties go to the smaller digest of the wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Candidate", "Demand", "LaneIndex", "RouteStage", "Seam", "SelectedRoute"]
+__all__ = [
+    "Candidate",
+    "Demand",
+    "LaneIndex",
+    "RouteStage",
+    "Seam",
+    "SelectedRoute",
+    "sessions_at_once",
+]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -447,3 +456,43 @@ class LaneIndex:
                     if usable[slot] and candidate is not None:
                         reached.add(candidate.span[1])
         return f"usable workers cover units 0 to {max(reached)} of {self.model_units}"
+
+
+def sessions_at_once(model_units: int, rooms: Iterable[tuple[tuple[int, int], int]]) -> int:
+    """How many sessions complete routes can have together over workers of one lane.
+
+    `rooms` are their spans and how many sessions each takes. A session needs one worker for every
+    unit, and workers join where one's span ends and another's begins: the greatest flow from the
+    first boundary to the last (Edmonds and Karp, 1972).
+    """
+    # What may still flow between two boundaries, undoing earlier choices included.
+    left: dict[int, Counter[int]] = {}
+    for (begin, end), room in rooms:
+        left.setdefault(begin, Counter())[end] += room
+        left.setdefault(end, Counter())
+    flow = 0
+    while (path := _path(left, model_units)) is not None:
+        taken = min(left[a][b] for a, b in path)
+        for a, b in path:
+            left[a][b] -= taken
+            left[b][a] += taken
+        flow += taken
+    return flow
+
+
+def _path(left: Mapping[int, Mapping[int, int]], goal: int) -> list[tuple[int, int]] | None:
+    """The way with the fewest steps from boundary 0 on which something may still flow."""
+    before = {0: 0}
+    waiting = deque([0])
+    while waiting and goal not in before:
+        here = waiting.popleft()
+        for there, room in left.get(here, {}).items():
+            if room > 0 and there not in before:
+                before[there] = here
+                waiting.append(there)
+    if goal not in before:
+        return None
+    path = [(before[goal], goal)]
+    while path[0][0]:
+        path.insert(0, (before[path[0][0]], path[0][0]))
+    return path

@@ -34,6 +34,7 @@ from meshnet.errors import ControlError, Reason
 
 __all__ = [
     "CHANNEL_OPTIONS",
+    "KeyFiles",
     "Line",
     "Security",
     "TlsFiles",
@@ -43,6 +44,7 @@ __all__ = [
     "follow_files",
     "is_loopback",
     "make_server",
+    "server_context",
 ]
 
 _Stub = TypeVar("_Stub")
@@ -72,11 +74,65 @@ _SERVER_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class TlsFiles:
-    """PEM files: our certificate chain and key, and the authorities of the others."""
+class KeyFiles:
+    """PEM files: our certificate chain, and its key."""
 
     certificate: pathlib.Path
     key: pathlib.Path
+
+    def paths(self) -> tuple[pathlib.Path, ...]:
+        """All of them."""
+        return (self.certificate, self.key)
+
+    def read(self) -> tuple[bytes, ...]:
+        """Their contents. Raises ControlError (CONFIGURATION_INVALID)."""
+        try:
+            return tuple(path.read_bytes() for path in self.paths())
+        except OSError as error:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID, f"expected a readable file: {error}"
+            ) from error
+
+    def checked(self) -> tuple[bytes, ...]:
+        """Their contents, which fit each other and are valid now.
+
+        Raises ControlError (CONFIGURATION_INVALID).
+        """
+        certificate, key, *authorities = contents = self.read()
+        try:
+            ours = x509.load_pem_x509_certificate(certificate)
+            private: Any = serialization.load_pem_private_key(key, None)
+            fits = private.public_key() == ours.public_key()
+            for authority in authorities:
+                x509.load_pem_x509_certificates(authority)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID,
+                f"expected PEM files at {', '.join(map(str, self.paths()))}: {error}",
+            ) from error
+        if not fits:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID,
+                f"expected {self.key} to be the key of {self.certificate}",
+            )
+        begins, ends = ours.not_valid_before_utc, ours.not_valid_after_utc
+        if not begins <= datetime.datetime.now(datetime.UTC) <= ends:
+            raise ControlError(
+                Reason.CONFIGURATION_INVALID,
+                f"expected a certificate that is valid now, {self.certificate} is valid from "
+                f"{begins:%Y-%m-%d %H:%M} to {ends:%Y-%m-%d %H:%M} UTC; issue it anew",
+            )
+        return contents
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Differs when a file was replaced; a file that is not there has one, too."""
+        return tuple(_stamp(path) for path in self.paths())
+
+
+@dataclass(frozen=True)
+class TlsFiles(KeyFiles):
+    """With the authorities of the others: both ends prove who they are."""
+
     authority: pathlib.Path
 
     @classmethod
@@ -96,53 +152,9 @@ class TlsFiles:
             )
         return cls(*(pathlib.Path(name) for name in names))
 
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """Their contents. Raises ControlError (CONFIGURATION_INVALID)."""
-        try:
-            return (
-                self.certificate.read_bytes(),
-                self.key.read_bytes(),
-                self.authority.read_bytes(),
-            )
-        except OSError as error:
-            raise ControlError(
-                Reason.CONFIGURATION_INVALID, f"expected a readable file: {error}"
-            ) from error
-
-    def checked(self) -> tuple[bytes, bytes, bytes]:
-        """Their contents, which fit each other and are valid now.
-
-        Raises ControlError (CONFIGURATION_INVALID).
-        """
-        certificate, key, authority = self.read()
-        try:
-            ours = x509.load_pem_x509_certificate(certificate)
-            private: Any = serialization.load_pem_private_key(key, None)
-            fits = private.public_key() == ours.public_key()
-            x509.load_pem_x509_certificates(authority)
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise ControlError(
-                Reason.CONFIGURATION_INVALID,
-                f"expected PEM files at {self.certificate}, {self.key} and {self.authority}: "
-                f"{error}",
-            ) from error
-        if not fits:
-            raise ControlError(
-                Reason.CONFIGURATION_INVALID,
-                f"expected {self.key} to be the key of {self.certificate}",
-            )
-        begins, ends = ours.not_valid_before_utc, ours.not_valid_after_utc
-        if not begins <= datetime.datetime.now(datetime.UTC) <= ends:
-            raise ControlError(
-                Reason.CONFIGURATION_INVALID,
-                f"expected a certificate that is valid now, {self.certificate} is valid from "
-                f"{begins:%Y-%m-%d %H:%M} to {ends:%Y-%m-%d %H:%M} UTC; issue it anew",
-            )
-        return certificate, key, authority
-
-    def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Differs when a file was replaced; a file that is not there has one, too."""
-        return tuple(_stamp(path) for path in (self.certificate, self.key, self.authority))
+    def paths(self) -> tuple[pathlib.Path, ...]:
+        """All of them."""
+        return (*super().paths(), self.authority)
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int, int]:
@@ -255,30 +267,42 @@ def _configuration(
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-def follow_files(context: ssl.SSLContext, tls: TlsFiles) -> None:
-    """Makes a server that is not gRPC's use what the files hold at each handshake, likewise."""
+def server_context(files: KeyFiles) -> ssl.SSLContext:
+    """For a server that is not gRPC's: what the files hold at each handshake, likewise.
+
+    Clients must show a certificate where the files name authorities. Raises ControlError
+    (CONFIGURATION_INVALID).
+    """
+    context = _context(files)
+    follow_files(context, files)
+    return context
+
+
+def follow_files(context: ssl.SSLContext, files: KeyFiles) -> None:
+    """Makes a context that was made of these files use what they hold at each handshake."""
     lock = threading.Lock()
-    stamp, current = tls.stamp(), context
+    stamp, current = files.stamp(), context
 
     def fetch(connection: Any, _name: str | None, _made_with: ssl.SSLContext) -> None:
         nonlocal stamp, current
         with lock:
-            now = tls.stamp()
+            now = files.stamp()
             if now != stamp:
                 with contextlib.suppress(ControlError):
-                    stamp, current = now, _context(tls)
+                    stamp, current = now, _context(files)
             connection.context = current
 
     context.sni_callback = fetch
 
 
-def _context(tls: TlsFiles) -> ssl.SSLContext:
-    tls.checked()
+def _context(files: KeyFiles) -> ssl.SSLContext:
+    files.checked()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(tls.certificate, tls.key)
-        context.load_verify_locations(tls.authority)
+        context.load_cert_chain(files.certificate, files.key)
+        if isinstance(files, TlsFiles):
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(files.authority)
     except OSError as error:  # SSLError is one
         raise ControlError(
             Reason.CONFIGURATION_INVALID, f"expected TLS files that can be used: {error}"

@@ -84,7 +84,10 @@ CURES: Final[Mapping[str, str]] = {
     "SOURCE_ANSWER_INVALID": "name another source; a proxy may be in the way",
     "SPLIT_USELESS": "use fewer stages, or `--accept-slower`",
     "GRAMMAR_DEAD_END": "allow more in the grammar or schema: no token continues the answer",
-    "NOT_SERVED": "ask for a model of `/v1/models`; `meshnet models` lists them",
+    "NOT_SERVED": (
+        "ask for a model of `/v1/models` (`meshnet models` lists them); other names of the gateway "
+        "than its address go into `serve --allowed-hosts`"
+    ),
     "STALE_EPOCH": "ask the tracker for the session's newest route",
     "STEP_OUT_OF_ORDER": "begin a new session",
     "SESSION_UNKNOWN": "begin a new session; it ended, or nobody used it for too long",

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet.errors import ControlError, Reason
+from meshnet.routing import sessions_at_once
 from meshnet.tracker_client import TrackerClient
 from meshnet.transport import Security
 
@@ -233,6 +234,22 @@ class TrackerRouteSource:
     def workers(self) -> TrackedWorkers:
         """The model's workers, for a watch (meshnet_gguf.status_watch)."""
         return TrackedWorkers(self.tracker, self.model_id, security=self._security)
+
+    async def sessions_at_once(self) -> int:
+        """How many sessions the model's workers could have together. Raises ControlError.
+
+        Those count that may be routed and are ready, however much they have to do just now.
+        """
+        answer = await self.tracker.list_workers(
+            tracker_pb2.ListWorkersRequest(model_id=self.model_id, fingerprint=self.fingerprint)
+        )
+        lanes: dict[tuple[str, int], list[tuple[tuple[int, int], int]]] = {}
+        for worker in answer.workers:
+            one = worker.registration
+            if worker.load.ready and worker.admission != tracker_pb2.ADMISSION_DARK:
+                lane = lanes.setdefault((one.fingerprint, one.model_units), [])
+                lane.append(((one.span.begin, one.span.end), one.max_sessions))
+        return sum(sessions_at_once(units, rooms) for (_, units), rooms in lanes.items())
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[TrackedRoute]:

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshnet.routing import Candidate, Demand, LaneIndex, Seam, stage_cost
+from meshnet.routing import (
+    Candidate,
+    Demand,
+    LaneIndex,
+    Seam,
+    sessions_at_once,
+    stage_cost,
+)
 
 UNITS = 6
 NOW = 1000
@@ -189,3 +196,37 @@ def test_overlaps_and_gaps_are_no_route() -> None:
     assert workers(lane_of([candidate("a", 0, 3), candidate("b", 4, 6)])) is None
     assert workers(lane_of([candidate("a", 1, 6)])) is None
     assert workers(LaneIndex(UNITS)) is None
+
+
+def test_sessions_of_one_chain_are_those_of_its_weakest_stage() -> None:
+    assert sessions_at_once(8, [((0, 4), 3), ((4, 8), 5)]) == 3
+    assert sessions_at_once(8, [((0, 4), 3), ((4, 8), 5), ((0, 4), 4), ((0, 8), 1)]) == 6
+    assert sessions_at_once(8, [((0, 4), 3), ((5, 8), 5)]) == 0
+    assert sessions_at_once(8, []) == 0
+
+
+def test_sessions_over_ways_that_share_stages() -> None:
+    """The first way that is found is not one of the two best: it has to be taken back."""
+    rooms = [((0, 1), 1), ((0, 2), 1), ((1, 2), 1), ((1, 4), 1), ((2, 4), 1)]
+    assert sessions_at_once(4, rooms) == 2
+    assert sessions_at_once(2, [((0, 1), 2), ((0, 2), 1 << 20), ((1, 2), 1)]) == (1 << 20) + 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.tuples(st.integers(0, 4), st.integers(1, 5)), st.integers(1, 3)), max_size=7
+    )
+)
+def test_sessions_are_what_the_narrowest_cut_lets_through(
+    rooms: list[tuple[tuple[int, int], int]],
+) -> None:
+    """Ford and Fulkerson's theorem, with every cut tried."""
+    rooms = [((begin, end), room) for (begin, end), room in rooms if begin < end]
+    cuts = itertools.chain.from_iterable(
+        itertools.combinations(range(1, 5), size) for size in range(5)
+    )
+    narrowest = min(
+        sum(room for (begin, end), room in rooms if begin in side and end not in side)
+        for side in ({0, *cut} for cut in cuts)
+    )
+    assert sessions_at_once(5, rooms) == narrowest

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from absl import app, flags
-from meshnet.transport import is_loopback
+from meshnet.transport import KeyFiles, is_loopback
 
 from meshnet_gguf import progress
 from meshnet_gguf.cli import machine_flags, mesh_flags, output, serve_join
@@ -38,6 +38,7 @@ from meshnet_gguf.client import LayerRange
 from meshnet_gguf.embedded_mesh import EmbeddedMesh, Place
 from meshnet_gguf.gateway import (
     Admission,
+    AllowedHosts,
     ApiKeys,
     GatewayOptions,
     GatewayServer,
@@ -45,11 +46,11 @@ from meshnet_gguf.gateway import (
     KeptSessions,
     Listener,
     ServedModel,
-    ServerTls,
     Serving,
     TemplateRenderer,
     TrackedModelSource,
     WatchedRouteSource,
+    follow_capacity,
     make_app,
 )
 from meshnet_gguf.gguf_file import read_model
@@ -83,12 +84,18 @@ _KEEP_SECONDS = flags.DEFINE_float(
 _API_KEYS = flags.DEFINE_string(
     "api_keys", None, "File of API keys (meshnet api-keys); without it everybody is served."
 )
+_HOSTS = flags.DEFINE_list(
+    "allowed_hosts",
+    [],
+    "Names under which clients reach the gateway, beside its address and localhost; needed without "
+    "API keys and HTTPS, where any web page could else ask it in its visitors' name.",
+)
 _CERT = flags.DEFINE_string("https_cert", None, "PEM file: certificate shown to OpenAI clients.")
 _KEY = flags.DEFINE_string("https_key", None, "PEM file: private key of --https-cert.")
 _LOG_PROMPTS = flags.DEFINE_bool("log_prompts", False, "Write requests' texts into the log.")
 _LOG = flags.DEFINE_bool("log", False, "Write a line for every request to stderr.")
 
-# A tracker's mesh may serve many routes at once; more than this asks for --max-sessions.
+# As many as nothing is known of a tracker's mesh.
 _TRACKED_SESSIONS = 16
 # A head that does not answer within this is gone: another way is looked for.
 _DIAL_SECONDS = 1.0
@@ -99,6 +106,7 @@ _DEFAULT_MESH_LISTEN = "127.0.0.1:7100"
 class _Mesh:
     """What the gateway stands before, how many answers it makes at once, and what else to say.
 
+    Where `capacity` can be asked it says how many from then on, up to `most` (0: no limit).
     `failed` waits until something that no answer could do without has ended by itself.
     """
 
@@ -109,6 +117,8 @@ class _Mesh:
     tracker: str = ""
     missing: LayerRange | None = None
     failed: Callable[[], Awaitable[None]] | None = None
+    capacity: Callable[[], Awaitable[int]] | None = None
+    most: int = 0
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -170,13 +180,23 @@ async def _serve(model: str, ended: asyncio.Event, is_ready: Callable[[], None])
             kept=KeptSessions(admission, seconds=_KEEP_SECONDS.value),
         )
         keys = None if _API_KEYS.value is None else ApiKeys(output.given_path(_API_KEYS.value))
-        options = GatewayOptions(log_prompts=_LOG_PROMPTS.value, keys=keys)
+        options = GatewayOptions(log_prompts=_LOG_PROMPTS.value, keys=keys, hosts=_hosts(listener))
         server = await stack.enter_async_context(
             GatewayServer(make_app(gateway, options), listener)
         )
+        if mesh.capacity is not None:
+            following = asyncio.create_task(
+                follow_capacity(admission, mesh.capacity, limit=mesh.most)
+            )
+            stack.push_async_callback(_cancelled, following)
         is_ready()
         _say_ready(mesh, server.url, time.monotonic() - started)
         await machine_flags.first_of(ended.wait(), mesh.failed)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:
@@ -207,8 +227,15 @@ async def _mesh(model: str) -> AsyncIterator[_Mesh]:
     async with contextlib.AsyncExitStack() as stack:
         if mesh_flags.trackers():
             source = await stack.enter_async_context(_tracked(mesh_flags.trackers(), model))
-            slots = machine_flags.SESSIONS.value or _TRACKED_SESSIONS
-            yield _Mesh(model, source, tuple(mesh_flags.trackers()), slots)
+            most = machine_flags.SESSIONS.value
+            yield _Mesh(
+                model,
+                TrackedModelSource(source),
+                tuple(mesh_flags.trackers()),
+                most or _TRACKED_SESSIONS,
+                capacity=source.sessions_at_once,
+                most=most,
+            )
         elif _WORKERS.value:
             yield await stack.enter_async_context(_running_workers(model, _WORKERS.value))
         else:
@@ -216,11 +243,11 @@ async def _mesh(model: str) -> AsyncIterator[_Mesh]:
 
 
 @contextlib.asynccontextmanager
-async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[TrackedModelSource]:
+async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[TrackerRouteSource]:
     async with TrackerRouteSource(
         trackers, model_id, security=mesh_flags.security(), dial_timeout=_DIAL_SECONDS
     ) as source:
-        yield TrackedModelSource(source)
+        yield source
 
 
 @contextlib.asynccontextmanager
@@ -266,16 +293,25 @@ async def _embedded(model: str) -> AsyncIterator[_Mesh]:
             source = await stack.enter_async_context(_tracked([mesh.tracker], mesh.model_id))
             yield _Mesh(
                 files.name,
-                source,
+                TrackedModelSource(source),
                 tuple(node.worker for node in mesh.nodes),
                 plan.max_sessions,
                 mesh.tracker,
                 plan.missing,
                 mesh.failed,
+                source.sessions_at_once,
             )
 
 
-def _tls() -> ServerTls | None:
+def _hosts(listener: Listener) -> AllowedHosts | None:
+    # A page that has another's address has neither an API key nor a certificate of that name.
+    if not _HOSTS.value and (_API_KEYS.value is not None or listener.tls is not None):
+        return None
+    named = _LISTEN.value.rpartition(":")[0]
+    return AllowedHosts.listening_on(listener.host, [named, *_HOSTS.value])
+
+
+def _tls() -> KeyFiles | None:
     if _CERT.value is None or _KEY.value is None:
         return None
-    return ServerTls(output.given_path(_CERT.value), output.given_path(_KEY.value))
+    return KeyFiles(output.given_path(_CERT.value), output.given_path(_KEY.value))

@@ -9,9 +9,10 @@ async with TemplateRenderer() as renderer:
 """
 
 from meshnet_gguf.gateway._serving import Serving
-from meshnet_gguf.gateway.admission import Admission, KeyLimits
+from meshnet_gguf.gateway.admission import Admission, KeyLimits, follow_capacity
 from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
 from meshnet_gguf.gateway.app import GatewayOptions, make_app
+from meshnet_gguf.gateway.host_check import AllowedHosts
 from meshnet_gguf.gateway.kept_sessions import KeptSessions
 from meshnet_gguf.gateway.routes import (
     KeptRouteSource,
@@ -19,11 +20,12 @@ from meshnet_gguf.gateway.routes import (
     TrackedModelSource,
     WatchedRouteSource,
 )
-from meshnet_gguf.gateway.server import GatewayServer, Listener, ServerTls
+from meshnet_gguf.gateway.server import GatewayServer, Listener
 from meshnet_gguf.gateway.template_process import TemplateRenderer
 
 __all__ = [
     "Admission",
+    "AllowedHosts",
     "ApiKey",
     "ApiKeys",
     "GatewayOptions",
@@ -33,10 +35,10 @@ __all__ = [
     "KeyLimits",
     "Listener",
     "ServedModel",
-    "ServerTls",
     "Serving",
     "TemplateRenderer",
     "TrackedModelSource",
     "WatchedRouteSource",
+    "follow_capacity",
     "make_app",
 ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["RequestError", "error_body", "headers_of", "http_status"]
+__all__ = ["RequestError", "error_body", "error_event", "headers_of", "http_status", "words_of"]
+
+_UNAUTHENTICATED = 16
 
 _STATUS_OF_CODES = {
     1: 499,  # CANCELLED: the client has gone
@@ -20,7 +23,7 @@ _STATUS_OF_CODES = {
     10: 503,
     13: 500,
     14: 503,
-    16: 401,
+    _UNAUTHENTICATED: 401,
 }
 # FAILED_PRECONDITION is the caller's to mend for these reasons; for all others the mesh's.
 _OF_THE_REQUEST = frozenset(
@@ -36,23 +39,59 @@ _STATUS_OF_REASONS: dict[int, int] = {
     # Coming again later does not make a grammar cheaper.
     errors_pb2.REASON_GRAMMAR_TOO_COSTLY: 400,
 }
+# What clients are told of failures that are not theirs. What the workers, or gRPC, say of them
+# names machines and is for operators: it goes into the log.
+_WORDS: Mapping[int, str] = {
+    errors_pb2.REASON_PEER_LOST: (
+        "a machine that took part in the answer went away; ask again, what was said so far is not "
+        "the whole answer"
+    ),
+    errors_pb2.REASON_PEER_UNREACHABLE: (
+        "a machine that the answer needs cannot be reached; ask again in a moment"
+    ),
+    errors_pb2.REASON_DEADLINE_EXCEEDED: (
+        "the machines that serve the model did not answer in time; ask again, or for less"
+    ),
+    errors_pb2.REASON_NOT_READY: "the model is being loaded; ask again in a moment",
+    errors_pb2.REASON_DRAINING: "a machine that serves the model shuts down; ask again",
+    errors_pb2.REASON_NO_ROUTE: (
+        "no machines serve all layers of the model right now; ask again in a moment"
+    ),
+}
+_OTHER_WORDS = (
+    "the machines that serve the model failed; ask again, and if that does not help, tell the "
+    "gateway's operator the answer's x-request-id"
+)
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
 
 
 class RequestError(MeshnetError):
-    """A refusal that names the field of the request, such as `messages.0.role`."""
+    """A refusal in the gateway's own words.
 
-    def __init__(self, reason: int, message: str, param: str | None = None) -> None:
+    `param` is the field of the request that it is about, such as `messages.0.role`; `status` the
+    HTTP status where that of the reason says too little.
+    """
+
+    def __init__(
+        self, reason: int, message: str, param: str | None = None, *, status: int = 0
+    ) -> None:
         super().__init__(reason, message)
         self.param = param
+        self.status = status
 
 
 def http_status(error: MeshnetError) -> int:
     """The HTTP status for an error."""
+    if isinstance(error, RequestError):
+        if error.status:
+            return error.status
+    elif error.grpc_code == _UNAUTHENTICATED:
+        return 503  # the gateway is whom the mesh does not know
     special = _STATUS_OF_REASONS.get(error.reason)
     if special is not None:
         return special
@@ -61,14 +100,21 @@ def http_status(error: MeshnetError) -> int:
     return _STATUS_OF_CODES.get(error.grpc_code, 500)
 
 
+def words_of(error: MeshnetError) -> str:
+    """What a client is told."""
+    where = f" (stage [{error.stage[0]}, {error.stage[1]}))" if error.stage else ""
+    if isinstance(error, RequestError) or http_status(error) < 500:
+        return error.message + where
+    return _WORDS.get(error.reason, _OTHER_WORDS) + where
+
+
 def error_body(error: MeshnetError) -> dict[str, Any]:
     """The body in OpenAI's form."""
     status = http_status(error)
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-    where = f" (stage [{error.stage[0]}, {error.stage[1]}))" if error.stage else ""
     return {
         "error": {
-            "message": error.message + where,
+            "message": words_of(error),
             "type": kind,
             "param": error.param if isinstance(error, RequestError) else None,
             "code": error.reason_name,
@@ -81,6 +127,8 @@ def headers_of(error: MeshnetError) -> dict[str, str]:
     if http_status(error) == 413:
         # What is left of the body is never read.
         return {"connection": "close"}
+    if http_status(error) == 401:
+        return {"www-authenticate": "Bearer"}
     if http_status(error) not in (429, 503):
         return {}
     wait = error.retry_after_ms or 1000

@@ -336,7 +336,7 @@ class Serving:
             async with asyncio.timeout(self._answer_within if self.kept.seconds else None):
                 yield
         except TimeoutError as error:
-            raise MeshnetError(
+            raise RequestError(
                 errors_pb2.REASON_DEADLINE_EXCEEDED,
                 f"expected an answer within {self._answer_within:g} s, it is not complete; "
                 "ask for fewer tokens",
@@ -375,7 +375,7 @@ class Serving:
             async with asyncio.timeout_at(until):
                 return await opening
         except TimeoutError as error:
-            raise MeshnetError(
+            raise RequestError(
                 errors_pb2.REASON_DEADLINE_EXCEEDED,
                 f"expected a route to agree within {self._open_within:g} s, none did; "
                 "come again later",

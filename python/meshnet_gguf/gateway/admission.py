@@ -4,8 +4,9 @@
     async with admission.enter(owner="key-1", choices=2, limits=KeyLimits(max_active=4)):
         ...
 
-Slots are those of the workers: a choice of a request takes one session on every stage. Requests
-wait in one line, first come first served, and one that needs several slots is not overtaken.
+Slots are those of the workers: a choice of a request takes one session on every stage. When their
+number changes, follow_capacity() has admission go along. Requests wait in one line, first come
+first served, and one that needs several slots is not overtaken.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+
+from meshnet.errors import ControlError
 
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["Admission", "KeyLimits"]
+__all__ = ["Admission", "KeyLimits", "follow_capacity"]
 
+_LOG = logging.getLogger("meshnet.gateway")
 _MINUTE = 60.0
+# Of a tracker of thousands of workers no more is asked than this share of the time.
+_BUSY_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,11 @@ class Admission:
     def queued(self) -> int:
         """Requests that wait."""
         return len(self._line)
+
+    def resize(self, max_active: int) -> None:
+        """Another number of slots: whoever waits for one gets it, whoever has one keeps it."""
+        self.max_active = max_active
+        self._admit()
 
     @contextlib.asynccontextmanager
     async def enter(
@@ -151,3 +163,29 @@ class Admission:
             f"expected one of {self.max_active} slots, {why}; come again later",
             retry_after_ms=1000,
         )
+
+
+async def follow_capacity(
+    admission: Admission,
+    capacity: Callable[[], Awaitable[int]],
+    *,
+    limit: int = 0,
+    interval: float = 2.0,
+) -> None:
+    """For ever: as many slots as the mesh has sessions, at most `limit` (0: no limit).
+
+    `capacity` asks it, every `interval` seconds. A mesh that serves nobody, or cannot be asked,
+    changes nothing: its requests are refused with the reason why, at once and all alike.
+    """
+    while True:
+        began = time.monotonic()
+        try:
+            found = await capacity()
+        except ControlError as error:
+            _LOG.info("how much the mesh can serve is not known: %s", error)
+            found = 0
+        slots = min(found, limit or found)
+        if slots and slots != admission.max_active:
+            _LOG.info("%d slots, as the mesh serves %d sessions at once", slots, found)
+            admission.resize(slots)
+        await asyncio.sleep(max(interval, (time.monotonic() - began) / _BUSY_SHARE))

@@ -18,12 +18,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
@@ -39,11 +40,13 @@ from meshnet_gguf.gateway._failures import (
     error_event,
     headers_of,
     http_status,
+    words_of,
 )
 from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, parse
 from meshnet_gguf.gateway._serving import Answering, Serving
 from meshnet_gguf.gateway.admission import KeyLimits
-from meshnet_gguf.gateway.api_keys import ApiKeys
+from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
+from meshnet_gguf.gateway.host_check import AllowedHosts, HostCheck
 from meshnet_gguf.gateway.metrics import GatewayMetrics
 from meshnet_gguf.gateway.page_files import page_routes
 from meshnet_gguf.gateway.status_feed import StatusFeed
@@ -60,7 +63,10 @@ _HTTP_REASONS = {
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """What bounds a request, and who may ask. Without `keys` everybody may."""
+    """What bounds a request, and who may ask. Without `keys` everybody may.
+
+    `hosts` are the names under which it may be asked, None: any (ADR 0014).
+    """
 
     max_request_bytes: int = 8 * 1024 * 1024
     body_seconds: float = 30.0
@@ -68,6 +74,7 @@ class GatewayOptions:
     status_seconds: float = 1.0
     log_prompts: bool = False
     keys: ApiKeys | None = None
+    hosts: AllowedHosts | None = AllowedHosts()  # noqa: RUF009 - immutable
 
 
 class _ClientGoneError(Exception):
@@ -235,6 +242,8 @@ class _Endpoint:
 
     async def _failed(self, exchange: _Exchange, error: MeshnetError) -> None:
         exchange.record.reason = error.reason_name
+        if error.message not in words_of(error):
+            _LOG.warning("request %s: %s%s", exchange.record.request_id, error, _cause(error))
         self._gateway.metrics.refusals.labels(error.reason_name).inc()
         if not exchange.record.status:
             await exchange.answer(http_status(error), error_body(error), headers_of(error))
@@ -245,15 +254,19 @@ class _Endpoint:
             _LOG.warning("after request %s: %s", exchange.record.request_id, error)
 
 
+def _cause(error: MeshnetError) -> str:
+    return "" if error.__cause__ is None else f" (because of {error.__cause__})"
+
+
 def _own_fault(error: Exception) -> MeshnetError:
-    return MeshnetError(
+    return RequestError(
         errors_pb2.REASON_ENGINE_FAILURE,
         f"the gateway failed ({type(error).__name__}); its log says more",
     )
 
 
 def _ending() -> MeshnetError:
-    return MeshnetError(
+    return RequestError(
         errors_pb2.REASON_DRAINING, "the gateway shuts down; ask again when it is back"
     )
 
@@ -368,17 +381,24 @@ class _Gateway:
         self.metrics.cached_tokens.inc(usage.cached_tokens)
 
     def _authorise(self, exchange: _Exchange) -> KeyLimits | None:
+        key = self._key(exchange.headers)
+        if key is None:
+            return None
+        exchange.record.owner = key.name
+        return key.limits
+
+    def _key(self, headers: Mapping[str, bytes]) -> ApiKey | None:
+        """Whose key it is; None where everybody is served. Raises RequestError."""
         if self.options.keys is None:
             return None
-        scheme, _, secret = exchange.headers.get("authorization", b"").partition(b" ")
+        scheme, _, secret = headers.get("authorization", b"").partition(b" ")
         key = self.options.keys.find(secret.strip().decode("utf-8", "replace"))
         if scheme.lower() != b"bearer" or key is None:
-            raise MeshnetError(
+            raise RequestError(
                 errors_pb2.REASON_UNAUTHENTICATED,
                 "expected an API key of this gateway in the header Authorization: Bearer KEY",
             )
-        exchange.record.owner = key.name
-        return key.limits
+        return key
 
     def finished(self, exchange: _Exchange) -> None:
         """Counts and logs a request."""
@@ -390,33 +410,53 @@ class _Gateway:
             self.metrics.duration.observe(seconds)
         _LOG.info("request %s", json.dumps(dataclasses.asdict(record)))
 
-    async def ready(self, _: Request) -> Response:
-        """Whether every model has a complete route whose workers are ready."""
-        found = await asyncio.gather(
-            *(self._why_not_ready(name) for name in self.serving.models), return_exceptions=True
-        )
-        reasons = {
-            name: str(why) or type(why).__name__
-            for name, why in zip(self.serving.models, found, strict=True)
-            if why is not None
-        }
-        return JSONResponse(
-            {
-                "ready": not reasons,
-                "models": {n: reasons.get(n, "ready") for n in self.serving.models},
-            },
-            status_code=503 if reasons else 200,
-        )
+    async def ready(self, request: Request) -> Response:
+        """Whether every model has a complete route whose workers are ready.
 
-    async def _why_not_ready(self, name: str) -> str | None:
-        async with (
-            asyncio.timeout(self.options.ready_seconds),
-            self.serving.models[name].source.open() as opened,
-        ):
-            for worker in opened.route.workers:
-                health = await worker.health()
-                if health.state is not WorkerState.READY:
-                    return f"{worker.endpoint} is {health.state.name}"
+        Whoever has no key is told the reasons alone: what models there are, and who serves them, is
+        for those who have one.
+        """
+        found = await asyncio.gather(*(self._why_not_ready(name) for name in self.serving.models))
+        problems = {
+            name: error
+            for name, error in zip(self.serving.models, found, strict=True)
+            if error is not None
+        }
+        said: dict[str, Any] = {
+            "ready": not problems,
+            "reasons": sorted({error.reason_name for error in problems.values()}),
+        }
+        with contextlib.suppress(RequestError):
+            self._key({name: value.encode("latin-1") for name, value in request.headers.items()})
+            said["models"] = {
+                name: str(problems[name]) if name in problems else "ready"
+                for name in self.serving.models
+            }
+        return JSONResponse(said, status_code=503 if problems else 200)
+
+    async def _why_not_ready(self, name: str) -> MeshnetError | None:
+        try:
+            async with (
+                asyncio.timeout(self.options.ready_seconds),
+                self.serving.models[name].source.open() as opened,
+            ):
+                for worker in opened.route.workers:
+                    health = await worker.health()
+                    if health.state is not WorkerState.READY:
+                        return MeshnetError(
+                            errors_pb2.REASON_NOT_READY,
+                            f"{worker.endpoint} is {health.state.name}",
+                        )
+        except MeshnetError as error:
+            return error
+        except TimeoutError:
+            return MeshnetError(
+                errors_pb2.REASON_DEADLINE_EXCEEDED,
+                f"no route agreed within {self.options.ready_seconds:g} s",
+            )
+        except Exception as error:
+            _LOG.exception("whether %s is ready", name)
+            return _own_fault(error)
         return None
 
 
@@ -458,9 +498,18 @@ def make_app(serving: Serving, options: GatewayOptions | None = None) -> Gateway
     def endpoint(path: str, method: str, handler: _Handler) -> HttpRoute:
         return HttpRoute(path, _Endpoint(gateway, path, handler), methods=[method])
 
+    async def refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway.metrics.refusals.labels(error.reason_name).inc()
+        answer = JSONResponse(
+            error_body(error), http_status(error), {**headers_of(error), "connection": "close"}
+        )
+        await answer(scope, receive, send)
+
+    hosts = gateway.options.hosts
     return GatewayApp(
         gateway.feed,
         serving,
+        middleware=[] if hosts is None else [Middleware(HostCheck, hosts, refuse)],
         routes=[
             endpoint("/v1/models", "GET", _Gateway.models),
             endpoint("/v1/chat/completions", "POST", _Gateway.chat),

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pathlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import uvicorn
 from meshnet.errors import ControlError
-from meshnet.transport import check_listen
+from meshnet.transport import KeyFiles, check_listen, server_context
 
 from meshnet_gguf.errors import MeshnetError, from_control_error
 from meshnet_gguf.gateway.app import GatewayApp
@@ -28,17 +26,9 @@ from proto.meshnet.shard.v1 import errors_pb2
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["GatewayServer", "Listener", "ServerTls"]
+__all__ = ["GatewayServer", "Listener"]
 
 _BACKLOG = 2048
-
-
-@dataclass(frozen=True)
-class ServerTls:
-    """PEM files of the server's certificate chain and key."""
-
-    certificate: pathlib.Path
-    key: pathlib.Path
 
 
 class _Server(uvicorn.Server):
@@ -51,18 +41,20 @@ class _Server(uvicorn.Server):
 class Listener:
     """A bound address, host:port (port 0: a free one). Use as a context manager.
 
+    With `tls` it speaks https, by what the files hold at each handshake.
+
     Raises MeshnetError: INSECURE_TRANSPORT for plaintext beyond loopback unless `insecure`,
-    CONFIGURATION_INVALID for an address that cannot be had.
+    CONFIGURATION_INVALID for an address that cannot be had, and for files that cannot be used.
     """
 
     def __init__(
-        self, address: str, *, tls: ServerTls | None = None, insecure: bool = False
+        self, address: str, *, tls: KeyFiles | None = None, insecure: bool = False
     ) -> None:
         try:
             check_listen(address, secured=tls is not None, insecure=insecure)
+            self.tls = None if tls is None else server_context(tls)
         except ControlError as error:
             raise from_control_error(error) from error
-        self.tls = tls
         self.socket = _listen(address)
 
     def __enter__(self) -> Self:
@@ -79,9 +71,14 @@ class Listener:
         self.socket.close()
 
     @property
+    def host(self) -> str:
+        """The IP address that it is bound to."""
+        return str(self.socket.getsockname()[0])
+
+    @property
     def url(self) -> str:
         """http://host:port as bound."""
-        host, port = self.socket.getsockname()[:2]
+        host, port = self.host, self.socket.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         return f"http{'s' if self.tls else ''}://{shown}:{port}"
 
@@ -106,8 +103,7 @@ class GatewayServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=round(drain_seconds),
-            ssl_certfile=None if tls is None else str(tls.certificate),
-            ssl_keyfile=None if tls is None else str(tls.key),
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

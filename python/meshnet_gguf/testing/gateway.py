@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import openai
+from meshnet.transport import KeyFiles
 
 from meshnet_gguf.gateway import (
     Admission,
@@ -48,6 +49,7 @@ async def fake_gateway(
     api_key: str = "unused",
     open_within: float = 30.0,
     keep_seconds: float = 0.0,
+    tls: KeyFiles | None = None,
 ) -> AsyncIterator[FakeGateway]:
     """A gateway over a fake model in `len(cuts) + 1` workers, each started with `flags` too.
 
@@ -71,7 +73,7 @@ async def fake_gateway(
             kept=KeptSessions(admission, seconds=keep_seconds),
         )
         app = make_app(serving, options)
-        with Listener("127.0.0.1:0") as listener:
+        with Listener("127.0.0.1:0", tls=tls) as listener:
             async with (
                 GatewayServer(app, listener) as server,
                 openai.AsyncOpenAI(

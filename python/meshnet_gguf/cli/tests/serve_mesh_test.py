@@ -36,10 +36,10 @@ def children(pid: int) -> set[int]:
     return found
 
 
-async def ask(url: str, model: str) -> str:
+async def ask(url: str, model: str, choices: int = 1) -> str:
     async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
         answer = await client.completions.create(
-            model=model, prompt="Hello", max_tokens=8, temperature=0
+            model=model, prompt="Hello", max_tokens=8, temperature=0, n=choices
         )
     return answer.choices[0].text
 
@@ -116,6 +116,28 @@ async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         assert (await http.get(ready)).status_code == 503
+
+
+async def slots(http: httpx.AsyncClient, url: str) -> int:
+    metrics = (await http.get(url.replace("/v1", "/metrics"))).text
+    return int(float(metrics.split("\nmeshnet_gateway_slots ")[1].split()[0]))
+
+
+async def test_a_machine_that_joins_brings_slots_and_takes_them_along() -> None:
+    async with here("--max-sessions=1") as (first, _), httpx.AsyncClient() as http:
+        assert await slots(http, first["url"]) == 1
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(first["url"], first["model"], choices=2)
+        assert refused.value.param == "n"
+        async with serving(MESHNET, MODEL, f"--join={first['tracker']}") as (joined, _):
+            assert joined["layers"] == [0, LAYERS]
+            while await slots(http, first["url"]) != 2:
+                await asyncio.sleep(0.05)
+            # Two sessions at once, of which one worker has room for one.
+            assert await ask(first["url"], first["model"], choices=2)
+        while await slots(http, first["url"]) != 1:
+            await asyncio.sleep(0.05)
+        assert await ask(first["url"], first["model"])
 
 
 async def test_joins_that_are_refused() -> None:

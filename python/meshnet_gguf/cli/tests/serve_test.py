@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from meshnet_gguf.testing.cluster import cluster_of, fake_specs
@@ -105,6 +106,19 @@ async def test_serve_with_keys(tmp_path: pathlib.Path) -> None:
         assert "UNAUTHENTICATED" in err
     code, out, _ = await run("api-keys", "list", file, "--json")
     assert json.loads(out) == {"keys": []}
+
+
+async def test_names_of_a_gateway() -> None:
+    """A web page whose name leads to this machine cannot ask it, unless somebody says so."""
+    async with (
+        served("--allowed-hosts=models.example,models2.example") as (said, _),
+        httpx.AsyncClient() as http,
+    ):
+        statuses = [
+            (await http.get(f"{said['url']}/models", headers={"host": host})).status_code
+            for host in ("evil.example", "models2.example", said["url"].split("/")[2])
+        ]
+        assert statuses == [403, 200, 200]
 
 
 @pytest.mark.parametrize(

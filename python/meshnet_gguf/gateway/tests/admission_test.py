@@ -2,8 +2,9 @@ import asyncio
 import contextlib
 
 import pytest
+from meshnet.errors import ControlError, Reason
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gateway.admission import Admission, KeyLimits
+from meshnet_gguf.gateway.admission import Admission, KeyLimits, follow_capacity
 
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -97,3 +98,45 @@ async def test_a_keys_limits_are_its_own() -> None:
     now += 41
     async with admission.enter(owner="c", limits=limits):
         pass
+
+
+async def test_more_slots_are_given_to_who_waits_and_fewer_take_none_away() -> None:
+    admission = Admission(max_active=1)
+    first = await holds(admission)
+    second = asyncio.create_task(holds(admission))
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    admission.resize(2)
+    await second
+    assert (admission.active, admission.queued) == (2, 0)
+    admission.resize(1)
+    assert admission.active == 2
+    third = asyncio.create_task(holds(admission))
+    await first.aclose()
+    await asyncio.sleep(0)
+    assert (admission.active, admission.queued) == (1, 1)
+    await (await second).aclose()
+    await third
+    assert admission.active == 1
+
+
+async def test_slots_follow_what_the_mesh_can_serve() -> None:
+    admission = Admission(max_active=4)
+    # A mesh without a route, and one that cannot be asked, change nothing.
+    answers: list[int | ControlError] = [
+        2, 0, ControlError(Reason.PEER_UNREACHABLE, "away"), 9, 16, 3
+    ]  # fmt: skip
+    seen: list[int] = []
+
+    async def capacity() -> int:
+        seen.append(admission.max_active)
+        if not answers:
+            raise asyncio.CancelledError
+        answer = answers.pop(0)
+        if isinstance(answer, ControlError):
+            raise answer
+        return answer
+
+    with pytest.raises(asyncio.CancelledError):
+        await follow_capacity(admission, capacity, limit=10, interval=0)
+    assert seen == [4, 2, 2, 2, 9, 10, 3]

@@ -104,6 +104,66 @@ async def test_a_browsers_form_is_no_request(http: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "MALFORMED_MESSAGE")
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8080"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "192.0.2.1"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "localhost:9", "origin": "http://127.0.0.1:3000"}, 200),
+        ({"host": "[::1]:8080"}, 200),
+        ({"host": "LOCALHOST."}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/healthz", "/", "/status.json", "/metrics"])
+async def test_a_page_under_a_name_of_its_own_is_refused(
+    http: httpx.AsyncClient, path: str, headers: dict[str, str], status: int
+) -> None:
+    answer = await http.get(path, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("NOT_SERVED", "permission_error")
+        assert "--allowed-hosts" in error["message"]
+
+
+async def test_a_second_host_is_refused(gateway: FakeGateway) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"403"
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_what_a_prober_is_told_without_a_key(tmp_path: pathlib.Path) -> None:
+    keys = ApiKeys(tmp_path / "keys.json")
+    alice = keys.add("alice")
+    options = GatewayOptions(keys=keys, ready_seconds=30, hosts=None)
+    async with (
+        asyncio.timeout(END),
+        fake_gateway(options=options) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=END) as http,
+    ):
+        with_key = {"authorization": f"Bearer {alice}", "host": "any.example"}
+        assert (await http.get("/readyz")).json() == {"ready": True, "reasons": []}
+        await gateway.fake.cluster.workers[1].kill()
+        (await http.get("/v1/models", headers=with_key)).raise_for_status()
+        answer = await http.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json() == {"ready": False, "reasons": ["PEER_UNREACHABLE"]}
+        # The whole of the same for whoever has a key.
+        said = (await http.get("/readyz", headers=with_key)).json()["models"][MODEL]
+        assert gateway.fake.cluster.endpoints[1] in said
+        metrics = (await http.get("/metrics")).text
+        assert not any(where in metrics for where in gateway.fake.cluster.endpoints)
+        assert (await http.get("/status.json")).status_code == 401
+
+
 async def test_other_paths_and_methods_are_errors_in_the_same_form(
     http: httpx.AsyncClient,
 ) -> None:

@@ -106,7 +106,7 @@ async def test_health(gateway: FakeGateway) -> None:
         ready = await http.get("/readyz")
         assert (ready.status_code, ready.json()) == (
             200,
-            {"ready": True, "models": {MODEL: "ready"}},
+            {"ready": True, "reasons": [], "models": {MODEL: "ready"}},
         )
         await gateway.fake.cluster.workers[1].kill()
         ready = await http.get("/readyz")
