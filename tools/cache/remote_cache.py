@@ -2,6 +2,7 @@
 
     tools/remote_cache serve --dir /srv/bazel-cache      # until it is stopped; prints the addresses
     tools/remote_cache check //cc/worker       # two clean clones; the second one's hit rate
+    tools/remote_cache check --filled          # one, which reads what this machine has built
     tools/remote_cache rate events.json        # of a build with --build_event_json_file
 
 Whoever reaches the port may read; writing needs the password of the printed writer's address. The
@@ -127,12 +128,18 @@ def _fetched() -> pathlib.Path:
 
 
 def get_nginx() -> pathlib.Path:
-    """Unpacks Debian's nginx into the cache folder, without installing it."""
+    """Debian's nginx, unpacked into the cache folder and not installed; what is there will do."""
+    with contextlib.suppress(CacheError):
+        return find_nginx()
     target = _fetched()
     with tempfile.TemporaryDirectory() as folder:
         # apt fetches as a user of its own where it may.
         pathlib.Path(folder).chmod(0o755)
-        subprocess.run(["apt-get", "--quiet", "download", "nginx"], cwd=folder, check=True)
+        download = ["apt-get", "--quiet", "download", "nginx"]
+        if subprocess.run(download, cwd=folder, check=False).returncode != 0:
+            # A machine whose lists are old or missing.
+            subprocess.run(["apt-get", "--quiet", "update"], check=True)
+            subprocess.run(download, cwd=folder, check=True)
         (package,) = pathlib.Path(folder).glob("nginx_*.deb")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -173,6 +180,7 @@ http {{
       alias {folder}/$1/$2/$2$3;
       dav_methods PUT;
       create_full_put_path on;
+      log_not_found off;
       limit_except GET {{
         auth_basic "writers";
         auth_basic_user_file {passwords};
@@ -306,7 +314,10 @@ class Clone:
         self._base = folder / "base"
         self._cache = str(cache)
         folder.mkdir()
-        _run(["git", "clone", "--quiet", REPO, self._tree])
+        # In a container the work tree may belong to somebody else, which git refuses to read.
+        settings = folder / "gitconfig"
+        settings.write_text("[safe]\n\tdirectory = *\n")
+        _run(["git", "clone", "--quiet", REPO, self._tree], GIT_CONFIG_GLOBAL=str(settings))
 
     def _bazel(self, command: str, *arguments: str) -> None:
         entry = str(self._tree / "tools/bazel")
@@ -382,7 +393,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--filled",
         action="store_true",
-        help="--dir holds what the first clone would write (a disk cache, say)",
+        help="--dir (default: this machine's disk cache) holds what the first clone would write",
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("targets", nargs="*", default=["//..."], help="default //...")
@@ -432,11 +443,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.command == "serve":
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             return _serve(options.dir, options.port)
+        cache = _fetched().parent
         if options.filled and options.dir is None:
-            parser.error("--filled needs --dir")
-        return _show(
-            check(options.targets, options.dir, options.filled, _fetched().parent), options.json
-        )
+            options.dir = cache / "disk"
+        return _show(check(options.targets, options.dir, options.filled, cache), options.json)
     except (CacheError, OSError, ValueError, subprocess.CalledProcessError) as error:
         _say(str(error))
         return 1
