@@ -9,10 +9,17 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from third_party.llama_cpp.llama_source import archive, fetch, git_tree, patch_stack, regenerate
+from third_party.llama_cpp.llama_source import (
+    archive,
+    diff,
+    fetch,
+    git_tree,
+    patch_stack,
+    regenerate,
+)
 from third_party.llama_cpp.llama_source.errors import LlamaSourceError, Reason
 from third_party.llama_cpp.llama_source.manifest import Manifest
 
@@ -41,17 +48,19 @@ class Outcome(enum.Enum):
     APPLIES = "applies"  # its hunks are where they were, or have only moved
     MERGED = "merged"  # lines beside its hunks changed; git merged them without help
     RESOLVED = "resolved"  # a person resolved a conflict in the work tree
+    PORTED = "ported"  # conflicts; a ported patch was given, which applies
     CONFLICT = "conflict"  # a person has to
     NOT_TRIED = "not tried"  # comes after one that conflicts
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One patch on the candidate, and the files that conflict."""
+    """One patch on the candidate; where it conflicts, the files and their first such hunk."""
 
     name: str
     outcome: Outcome
     files: tuple[str, ...] = ()
+    hunk: str = ""
 
 
 def _unavailable(message: str, hint: str = "") -> LlamaSourceError:
@@ -184,12 +193,20 @@ def pin_of(current: Manifest, candidate: Candidate, release: str) -> Manifest:
 
 
 def try_stack(
-    current: Manifest, patches: Path, candidate: Candidate, repository: Path, say: Say
+    current: Manifest,
+    patches: Path,
+    candidate: Candidate,
+    repository: Path,
+    say: Say,
+    ported: Path | None = None,
 ) -> list[Trial]:
     """Applies the stack to the candidate, patch by patch, on the branch `candidate`.
 
-    The first conflict is left in the work tree for a person to resolve and commit (`git add` and
+    Where a patch conflicts, the one of the same name in the folder `ported` is applied instead. A
+    conflict without one is left in the work tree for a person to resolve and commit (`git add` and
     `git cherry-pick --continue`); a further call goes on behind what is there.
+
+    Raises WORK_TREE_INVALID, PATCH_INVALID and PATCH_CONFLICT (for a patch of `ported`).
     """
     if not repository.exists():
         local = os.environ.get("MESHNET_LLAMA_CPP_SOURCE")
@@ -207,7 +224,8 @@ def try_stack(
         raise LlamaSourceError(
             Reason.WORK_TREE_INVALID,
             f"{repository} holds a conflict that nobody has resolved",
-            hint="resolve it, then: git add --update && git cherry-pick --continue --no-edit",
+            hint="resolve it, then: git add --update && git cherry-pick --continue --no-edit"
+            " (or begin anew in another folder)",
         )
     names = patch_stack.read_series(patches)
     commits = git(repository, "rev-list", "--reverse", f"{regenerate.BASE_TAG}..stack").decode()
@@ -221,9 +239,11 @@ def try_stack(
         elif subject in done:
             trials.append(Trial(name, _read_note(repository, subject)))
         else:
-            trials.append(_pick(repository, name, commit, patches))
+            trials.append(_pick(repository, name, commit, patches, ported))
             stopped = trials[-1].outcome is Outcome.CONFLICT
-        say(f"  {name}: {trials[-1].outcome.value} {' '.join(trials[-1].files)}".rstrip())
+        last = trials[-1]
+        where = f" ({last.hunk or ', '.join(last.files)})" if last.files else ""
+        say(f"  {name}: {last.outcome.value}{where}")
     return trials
 
 
@@ -242,9 +262,11 @@ def _start(candidate: Candidate, repository: Path) -> None:
         raise _mismatch("the candidate in the work tree", candidate.tree, found)
 
 
-def _pick(repository: Path, name: str, commit: str, patches: Path) -> Trial:
+def _pick(repository: Path, name: str, commit: str, patches: Path, ported: Path | None) -> Trial:
     git = regenerate.git
     outcome = Outcome.APPLIES
+    files: tuple[str, ...] = ()
+    hunk = ""
     try:
         git(repository, "apply", "--check", stdin=(patches / name).read_bytes())
     except LlamaSourceError:
@@ -252,10 +274,58 @@ def _pick(repository: Path, name: str, commit: str, patches: Path) -> Trial:
     try:
         git(repository, "cherry-pick", "--allow-empty", commit)
     except LlamaSourceError:
-        files = git(repository, "diff", "--name-only", "--diff-filter=U").decode().split()
-        return Trial(name, Outcome.CONFLICT, tuple(files))
+        unmerged = git(repository, "diff", "--name-only", "--diff-filter=U", "-z").decode()
+        files = tuple(unmerged.split("\0")[:-1])
+        patch = diff.parse(name, (patches / name).read_text("utf-8"))
+        hunk = _first_hunk(repository, patch, files)
+        if ported is None or not (ported / name).exists():
+            return Trial(name, Outcome.CONFLICT, files, hunk)
+        git(repository, "cherry-pick", "--abort")
+        _apply_ported(repository, ported / name, patch.subject)
+        outcome = Outcome.PORTED
     git(repository, "notes", "add", "--message", outcome.value)
-    return Trial(name, outcome)
+    return Trial(name, outcome, files, hunk)
+
+
+def _first_hunk(repository: Path, patch: diff.Patch, files: Sequence[str]) -> str:
+    """'path, hunk N (@@ ...)' of the first hunk with no place in the conflicting files."""
+    for change in patch.changes:
+        if change.path not in files:
+            continue
+        try:
+            old = regenerate.git(repository, "show", f"HEAD:{change.path}")
+        except LlamaSourceError:
+            return f"{change.path}, which is gone"
+        try:
+            text = old.decode("utf-8", "surrogateescape")
+            diff.apply_to_text(patch.name, change, text, anywhere=True)
+        except LlamaSourceError as error:
+            return error.message.partition(" does not apply: ")[2]
+    return ""
+
+
+def _apply_ported(repository: Path, path: Path, subject: str) -> None:
+    given = diff.parse(path.name, path.read_text("utf-8"))
+    if given.subject != subject:
+        raise LlamaSourceError(
+            Reason.PATCH_INVALID,
+            f"{path} is of another patch",
+            expected=f"the subject {subject!r}",
+            found=repr(given.subject),
+        )
+    git = regenerate.git
+    try:
+        git(repository, "-c", "core.autocrlf=false", "am", "--quiet", "--keep-cr", "--no-3way",
+            stdin=path.read_bytes())  # fmt: skip
+    except LlamaSourceError as error:
+        git(repository, "am", "--abort")
+        hunk = _first_hunk(repository, given, [change.path for change in given.changes])
+        raise LlamaSourceError(
+            Reason.PATCH_CONFLICT,
+            f"{path} does not apply: {hunk}",
+            found=error.found,
+            hint="port it anew, on the candidate with the patches before it",
+        ) from error
 
 
 def _read_note(repository: Path, subject: str) -> Outcome:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from third_party.llama_cpp.llama_source.manifest import Manifest
 PIN = "third_party/llama_cpp"
 STACK = "patches/llama_cpp"
 _PASSED = ("PASSED", "FLAKY")
+# A line now and then, as in a log.
+_PROGRESS = ("--color=no", "--curses=no", "--show_progress_rate_limit=20")
 
 
 def fingerprint(repo: Path) -> str:
@@ -30,10 +33,30 @@ def fingerprint(repo: Path) -> str:
     return digest.hexdigest()
 
 
-def clone(repo: Path, tree: Path) -> None:
-    """What is committed here, in a folder of its own. One that is there already stays as it is."""
-    if not tree.exists():
-        regenerate.git(repo, "clone", "--quiet", "--no-hardlinks", str(repo), str(tree))
+def clone(repo: Path, tree: Path, edits: Path | None = None) -> None:
+    """What is committed here, in a folder of its own, with the patch `edits` on top.
+
+    A clone of the same commit that is there already stays as it is. Raises WORK_TREE_INVALID.
+    """
+    git = regenerate.git
+    if tree.exists():
+        ours, found = (git(folder, "rev-parse", "HEAD").decode().strip() for folder in (repo, tree))
+        if found != ours:
+            raise LlamaSourceError(
+                Reason.WORK_TREE_INVALID,
+                f"{tree} is a clone of another commit of this repository",
+                expected=ours,
+                found=found,
+                hint=f"remove {tree}, or give another --out",
+            )
+        return
+    git(repo, "clone", "--quiet", "--no-hardlinks", str(repo), str(tree))
+    if edits is not None:
+        try:
+            git(tree, "apply", str(edits))
+        except LlamaSourceError:
+            shutil.rmtree(tree)
+            raise
 
 
 def set_pin(tree: Path, pin: Manifest, stack: Path, release: str) -> list[str]:
@@ -66,17 +89,22 @@ class Bazel:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BUILD_")}
         if self.source is not None:
             environment["MESHNET_LLAMA_CPP_SOURCE"] = str(self.source)
+        # Our own output is the report alone.
         return subprocess.run(
-            [*entry, command, *arguments], cwd=self.tree, env=environment, check=False
+            [*entry, command, *arguments],
+            cwd=self.tree,
+            env=environment,
+            stdout=sys.stderr,
+            check=False,
         ).returncode
 
     def build(self, targets: Sequence[str]) -> bool:
         """Whether the targets build."""
-        return self.run("build", "--noshow_progress", "--", *targets) == 0
+        return self.run("build", *_PROGRESS, "--", *targets) == 0
 
     def test(self, targets: Sequence[str], events: Path, flags: Sequence[str]) -> dict[str, bool]:
         """Which tests pass, by label. Empty when there was nothing to run."""
-        self.run("test", "--keep_going", "--noshow_progress",
+        self.run("test", "--keep_going", *_PROGRESS,
                  f"--build_event_json_file={events}", *flags, "--", *targets)  # fmt: skip
         return read_tests(events.read_text("utf-8").splitlines())
 

@@ -3,17 +3,19 @@
     tools/bazel run //third_party/llama_cpp:update -- COMMIT --from SOURCE --out DIR
     tools/bazel run //third_party/llama_cpp:update -- COMMIT --out DIR       # fetched from upstream
     tools/bazel run //third_party/llama_cpp:update -- COMMIT --out DIR --stack_only
+    tools/bazel run //third_party/llama_cpp:update -- COMMIT --out DIR --patches FOLDER --edits FILE
 
 Step by step: gets the source and verifies it (commit, tree, every file); applies the patch stack,
 patch by patch; builds a clone of what is committed here with the candidate as its pin; runs its
 tests; runs models under both pins and compares; says what adopting it would make void. DIR holds
 the work tree with the patches (stack), the clone (tree), report.json and report.md, and, when all
 holds, adopt.patch. Called again with the same DIR it goes on: after a conflict that you resolved in
-DIR/stack, or an edit of the BUILD files in DIR/tree.
+DIR/stack, or an edit of the BUILD files in DIR/tree. --patches and --edits give both beforehand.
 
 The production pin is read and compared at the end, and never written.
 
-exit codes: 0 the candidate holds, 1 it does not (the report says why), 2 wrong usage
+exit codes: 0 the candidate holds (with --stack_only: the stack does), 1 it does not (the report
+says why), 2 wrong usage, 3 it could not be tried: source, patches or folders were refused
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.errors import MeshnetError, reason_name
 from meshnet_gguf.measurement import Plan, measure
 
 from third_party.llama_cpp.llama_source import manifest, regenerate
@@ -37,11 +39,14 @@ from third_party.llama_cpp.update import candidate, compare, isolation
 from third_party.llama_cpp.update.candidate import Outcome
 
 WORKER = "//cc/worker"
-# The contract of the engine, ranges against the whole model, upstream's own test, the seam.
+# Upstream's own test and the stack, the contract of the engine, ranges against the whole model, the
+# seams between real workers, the proposals.
 TESTS = (
     "//third_party/llama_cpp/...",
     "//cc/shard_engine/...",
+    "//tests/parity/...",
     "//tests/integration/...",
+    "//docs/upstream/...",
 )
 _WORKER_VARIABLE = "MESHNET_WORKER"
 
@@ -68,6 +73,18 @@ def _parser() -> argparse.ArgumentParser:
         "--release", help="the candidate's name (default: its commit's first digits)"
     )
     parser.add_argument("--stack_only", action="store_true", help="stop after the patch stack")
+    parser.add_argument(
+        "--patches",
+        type=Path,
+        metavar="FOLDER",
+        help="ported patches, by name, for those of the stack that conflict",
+    )
+    parser.add_argument(
+        "--edits",
+        type=Path,
+        metavar="FILE",
+        help="a patch of this repository that the candidate needs: BUILD files, expectations",
+    )
     parser.add_argument(
         "--model",
         type=Path,
@@ -98,14 +115,18 @@ async def _models(
     return found
 
 
-def _holds(report: dict[str, Any]) -> bool:
+def _holds(report: dict[str, Any], *, stack_only: bool) -> bool:
+    stack = all(trial["outcome"] not in ("conflict", "not tried") for trial in report["stack"])
+    if stack_only:
+        return stack
     return (
-        all(trial["outcome"] not in ("conflict", "not tried") for trial in report["stack"])
+        stack
         and report.get("built") is True
         and bool(report.get("tests"))
         and all(report["tests"].values())
         and bool(report.get("models"))
         and all(model["parity"] and not model["differences"] for model in report["models"].values())
+        and "rollback" in report
     )
 
 
@@ -121,15 +142,23 @@ def _named_in(repo: Path, pin: manifest.Manifest) -> list[str]:
     return names
 
 
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`" if text else ""
+
+
 def _markdown(report: dict[str, Any]) -> str:
     verdict = "holds" if report["holds"] else "does not hold"
+    if report["stack_only"]:
+        verdict = f"the stack {verdict}, nothing else was tried"
     lines = [f"# Candidate {report['candidate']['commit']}: {verdict}", "",
              f"{report['candidate']['title']}", "",
              f"git tree `{report['candidate']['tree']}`; current pin "
              f"`{report['current']['commit']}`, untouched.", "",
-             "| patch | outcome | conflicts in |", "| --- | --- | --- |"]  # fmt: skip
+             "| patch | outcome | conflicts in | first hunk without a place |",
+             "| --- | --- | --- | --- |"]  # fmt: skip
     lines += [
         f"| {trial['name']} | {trial['outcome']} | {', '.join(trial['files'])} |"
+        f" {_code(trial['hunk'])} |"
         for trial in report["stack"]
     ]
     if "built" in report:
@@ -173,6 +202,7 @@ def _try(options: argparse.Namespace, repo: Path, here: Path) -> dict[str, Any]:
     report: dict[str, Any] = {
         "candidate": {"commit": found.commit, "tree": found.tree, "title": found.title},
         "current": {"commit": current.commit, "tree": current.tree},
+        "stack_only": options.stack_only,
         "licence_changed": found.licence_sha256 != current.licence_sha256,
         "areas": [dataclasses.asdict(area) for area in areas],
         "backend_sources": {
@@ -182,17 +212,23 @@ def _try(options: argparse.Namespace, repo: Path, here: Path) -> dict[str, Any]:
         "invalidated": compare.invalidated(areas, _named_in(repo, current)),
     }
     _say("the patch stack")
-    trials = candidate.try_stack(current, repo / isolation.STACK, found, out / "stack", _say)
+    trials = candidate.try_stack(
+        current,
+        repo / isolation.STACK,
+        found,
+        out / "stack",
+        _say,
+        here / options.patches if options.patches else None,
+    )
     report["stack"] = [
-        {"name": trial.name, "outcome": trial.outcome.value, "files": list(trial.files)}
-        for trial in trials
+        dataclasses.asdict(trial) | {"outcome": trial.outcome.value} for trial in trials
     ]
     if any(trial.outcome is Outcome.CONFLICT for trial in trials):
         _say(f"resolve it in {out / 'stack'}: edit, git add --update, git cherry-pick --continue "
              "--no-edit; then call this again")  # fmt: skip
     elif not options.stack_only:
         _build_and_compare(options, repo, here, out, report, current, found, release)
-    report["holds"] = _holds(report)
+    report["holds"] = _holds(report, stack_only=options.stack_only)
     return report
 
 
@@ -207,7 +243,7 @@ def _build_and_compare(
     release: str,
 ) -> None:
     tree = out / "tree"
-    isolation.clone(repo, tree)
+    isolation.clone(repo, tree, here / options.edits if options.edits else None)
     pin = candidate.pin_of(current, found, release)
     isolation.set_pin(tree, pin, out / "stack", release)
     bazel = isolation.Bazel(tree, found.source, out / "base")
@@ -253,7 +289,15 @@ def main(arguments: Sequence[str]) -> int:
         report = _try(options, repo, here)
     except (LlamaSourceError, MeshnetError) as error:
         _say(str(error))
-        return 1
+        if options.json:
+            reason = (
+                error.reason.name
+                if isinstance(error, LlamaSourceError)
+                else reason_name(error.reason)
+            )
+            refusal = {"reason": reason, "message": str(error)}
+            sys.stdout.write(json.dumps({"holds": False, "error": refusal}) + "\n")
+        return 3
     finally:
         if isolation.fingerprint(repo) != before:
             raise SystemExit(
@@ -263,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", "utf-8")
     (out / "report.md").write_text(_markdown(report), "utf-8")
     sys.stdout.write(json.dumps(report) + "\n" if options.json else _markdown(report))
-    if report["holds"]:
+    if report["holds"] and not options.stack_only:
         _say(
             f"to adopt it: git apply --index {out / 'adopt.patch'}, say in manifest.json where it"
             " is fetched from, commit; to go back: git revert"

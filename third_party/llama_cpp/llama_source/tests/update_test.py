@@ -11,11 +11,20 @@ import pytest
 
 from third_party.llama_cpp.llama_source import manifest, patch_stack, regenerate
 from third_party.llama_cpp.llama_source.errors import LlamaSourceError, Reason
-from third_party.llama_cpp.llama_source.tests.conftest import FILES, Upstream, git, write_files
-from third_party.llama_cpp.update import candidate, compare, isolation
+from third_party.llama_cpp.llama_source.tests.conftest import (
+    FILES,
+    HEADER,
+    Upstream,
+    git,
+    write_files,
+)
+from third_party.llama_cpp.update import candidate, compare, isolation, main
 from third_party.llama_cpp.update.candidate import Candidate, Outcome, Trial
 
 ENGINE = FILES["src/engine.c"]
+# The line that the first patch changes, as a newer upstream has it.
+THEIRS = ENGINE.replace(b"line 10\n", b"line ten of theirs\n")
+HUNK = "src/engine.c, hunk 1 (@@ -7,7 +7,7 @@ line 6)"
 
 
 def quiet(_: str) -> None:
@@ -54,9 +63,47 @@ def obtained(upstream: Upstream, changes: dict[str, bytes]) -> Candidate:
     return candidate.obtain(commit, repository, "", out, quiet)
 
 
-def tried(upstream: Upstream, found: Candidate) -> list[Trial]:
+def tried(upstream: Upstream, found: Candidate, ported: Path | None = None) -> list[Trial]:
     pin = manifest.load(upstream.pin)
-    return candidate.try_stack(pin, upstream.patches, found, upstream.root / "out/stack", quiet)
+    repository = upstream.root / "out/stack"
+    return candidate.try_stack(pin, upstream.patches, found, repository, quiet, ported)
+
+
+def ported(upstream: Upstream, subject: str, before: bytes) -> Path:
+    """A folder with the first patch for an engine that was `before`, and with `subject`."""
+    repository = write_files(upstream.root / "porting", {**FILES, "src/engine.c": before})
+    git(repository, "init", "--quiet", "--initial-branch=main")
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message", "before")
+    write_files(repository, {"src/engine.c": before.replace(b"line ten of theirs", b"ten")})
+    git(repository, "commit", "--quiet", "--all", "--message", subject + HEADER)
+    text = (
+        git(
+            repository,
+            "format-patch",
+            "--full-index",
+            "--no-signature",
+            "--no-stat",
+            "--stdout",
+            "-1",
+        )
+        + "\n"
+    )
+    return write_files(upstream.root / "ported", {"0001-ten.patch": text.encode()})
+
+
+def repository_of(upstream: Upstream) -> Path:
+    """A repository that has the pin and the patches where this one has them."""
+    repo = upstream.root / "repo"
+    for source, name in [
+        (upstream.pin, isolation.PIN),
+        (upstream.patches, isolation.STACK),
+    ]:
+        write_files(repo / name, {file.name: file.read_bytes() for file in source.iterdir()})
+    git(repo, "init", "--quiet", "--initial-branch=main")
+    git(repo, "add", "--all")
+    git(repo, "commit", "--quiet", "--message", "with a pin")
+    return repo
 
 
 def test_a_commit_comes_out_of_a_source_package(upstream: Upstream) -> None:
@@ -114,27 +161,21 @@ def test_patches_that_apply_and_that_git_merges(stack: Upstream) -> None:
 
 
 def test_a_conflict_waits_for_a_person_and_then_goes_on(stack: Upstream) -> None:
-    changed = ENGINE.replace(b"line 10\n", b"line ten of theirs\n")
-    found = obtained(stack, {"src/engine.c": changed})
+    found = obtained(stack, {"src/engine.c": THEIRS})
     assert tried(stack, found) == [
-        Trial("0001-ten.patch", Outcome.CONFLICT, ("src/engine.c",)),
+        Trial("0001-ten.patch", Outcome.CONFLICT, ("src/engine.c",), HUNK),
         Trial("0002-small.patch", Outcome.NOT_TRIED),
     ]
     repository = stack.root / "out/stack"
     with pytest.raises(LlamaSourceError, match="nobody has resolved"):
         tried(stack, found)
-    (repository / "src/engine.c").write_bytes(changed.replace(b"line ten of theirs", b"ten"))
+    (repository / "src/engine.c").write_bytes(THEIRS.replace(b"line ten of theirs", b"ten"))
     git(repository, "add", "--update")
     git(repository, "-c", "core.editor=true", "cherry-pick", "--continue")
     assert [trial.outcome for trial in tried(stack, found)] == [Outcome.RESOLVED, Outcome.APPLIES]
 
     # The ported stack becomes a pin of its own, in a clone of a repository that has the old one.
-    repo = stack.root / "repo"
-    for source, name in [(stack.pin, isolation.PIN), (stack.patches, isolation.STACK)]:
-        write_files(repo / name, {file.name: file.read_bytes() for file in source.iterdir()})
-    git(repo, "init", "--quiet", "--initial-branch=main")
-    git(repo, "add", "--all")
-    git(repo, "commit", "--quiet", "--message", "with a pin")
+    repo = repository_of(stack)
     production = isolation.fingerprint(repo)
     tree = stack.root / "out/tree"
     isolation.clone(repo, tree)
@@ -154,6 +195,132 @@ def test_a_conflict_waits_for_a_person_and_then_goes_on(stack: Upstream) -> None
     )
     assert isolation.fingerprint(repo) == production
     assert git(repo, "status", "--porcelain") == ""
+
+
+def test_a_ported_patch_takes_the_place_of_one_that_conflicts(stack: Upstream) -> None:
+    found = obtained(stack, {"src/engine.c": THEIRS})
+    folder = ported(stack, "ten: count better", THEIRS)
+    assert tried(stack, found, folder) == [
+        Trial("0001-ten.patch", Outcome.PORTED, ("src/engine.c",), HUNK),
+        Trial("0002-small.patch", Outcome.APPLIES),
+    ]
+    assert b"\nten\n" in (stack.root / "out/stack/src/engine.c").read_bytes()
+    assert [trial.outcome for trial in tried(stack, found)] == [Outcome.PORTED, Outcome.APPLIES]
+
+
+@pytest.mark.parametrize(
+    ("subject", "before", "reason", "said"),
+    [
+        ("eleven: another", THEIRS, Reason.PATCH_INVALID, "is of another patch"),
+        (
+            "ten: count better",
+            THEIRS.replace(b"line 9\n", b"nine\n"),
+            Reason.PATCH_CONFLICT,
+            "0001-ten.patch does not apply: src/engine.c, hunk 1 (@@ -7,7 +7,7 @@ line 6)",
+        ),
+    ],
+)
+def test_a_ported_patch_that_does_not_fit_is_refused(
+    stack: Upstream, subject: str, before: bytes, reason: Reason, said: str
+) -> None:
+    found = obtained(stack, {"src/engine.c": THEIRS})
+    with pytest.raises(LlamaSourceError) as refused:
+        tried(stack, found, ported(stack, subject, before))
+    assert refused.value.reason is reason
+    assert said in refused.value.message
+    # Nothing of it stays: the same call with a better one goes on.
+    better = ported(
+        Upstream(**{**vars(stack), "root": stack.root / "b"}), "ten: count better", THEIRS
+    )
+    assert tried(stack, found, better)[0].outcome is Outcome.PORTED
+
+
+def test_a_clone_has_the_edits_and_stays_what_it_was(stack: Upstream) -> None:
+    repo = repository_of(stack)
+    (repo / "BUILD").write_text("old\n")
+    git(repo, "add", "--all")
+    git(repo, "commit", "--quiet", "--message", "with a build")
+    (repo / "BUILD").write_text("new\n")
+    edits = write_files(stack.root, {"edits.patch": (git(repo, "diff") + "\n").encode()})
+    edits /= "edits.patch"
+    git(repo, "checkout", "--quiet", ".")
+    tree = stack.root / "tree"
+    isolation.clone(repo, tree, edits)
+    assert (tree / "BUILD").read_text() == "new\n"
+    (tree / "BUILD").write_text("by hand\n")
+    isolation.clone(repo, tree, edits)
+    assert (tree / "BUILD").read_text() == "by hand\n"
+
+    git(repo, "commit", "--quiet", "--allow-empty", "--message", "later")
+    with pytest.raises(LlamaSourceError, match="a clone of another commit"):
+        isolation.clone(repo, tree, edits)
+    edits.write_text(edits.read_text().replace("-old", "-other"))
+    with pytest.raises(LlamaSourceError, match="git apply"):
+        isolation.clone(repo, stack.root / "second", edits)
+    assert not (stack.root / "second").exists()
+
+
+def called(
+    stack: Upstream, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
+    """The command in a repository with the pin: exit code, and the pin's hash before and after."""
+    repo = repository_of(stack)
+    monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(repo))
+    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(stack.root))
+    before = isolation.fingerprint(repo)
+    code = main.main([*arguments, "--out=out", "--stack_only", "--json"])
+    return code, before, isolation.fingerprint(repo)
+
+
+@pytest.mark.parametrize(
+    ("engine", "code", "outcomes"),
+    [(ENGINE, 0, ["applies", "applies"]), (THEIRS, 1, ["conflict", "not tried"])],
+)
+def test_the_command_says_what_becomes_of_the_stack(
+    stack: Upstream,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engine: bytes,
+    code: int,
+    outcomes: list[str],
+) -> None:
+    repository, commit = newer(stack, {"src/engine.c": engine})
+    found, before, after = called(stack, monkeypatch, commit, f"--from={repository}")
+    report = json.loads(capsys.readouterr().out)
+    assert (found, report["holds"]) == (code, code == 0)
+    assert [patch["outcome"] for patch in report["stack"]] == outcomes
+    assert report["stack"][0]["hunk"] == (HUNK if code else "")
+    assert report["candidate"]["commit"] == commit
+    assert before == after
+    assert json.loads((stack.root / "out/report.json").read_text()) == report
+    page = (stack.root / "out/report.md").read_text()
+    assert page.startswith(
+        f"# Candidate {commit}: the stack {'does not hold' if code else 'holds'}"
+    )
+
+
+def test_the_command_refuses_a_source_by_its_reason(
+    stack: Upstream, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, before, after = called(stack, monkeypatch, "1" * 40, f"--from={stack.source}")
+    assert (code, before) == (3, after)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["holds"], said["error"]["reason"]) == (False, "SOURCE_UNAVAILABLE")
+    assert "holds the commit" in said["error"]["message"]
+
+
+def test_a_pin_that_changes_meanwhile_is_reported(
+    stack: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, commit = newer(stack, {})
+
+    def writes(*_: object) -> None:
+        pin = stack.root / "repo" / isolation.PIN / "manifest.json"
+        pin.write_text(pin.read_text() + "\n")
+
+    monkeypatch.setattr(compare, "invalidated", writes)
+    with pytest.raises(SystemExit, match="production pin has changed"):
+        called(stack, monkeypatch, commit, f"--from={repository}")
 
 
 def test_files_that_differ_by_area(upstream: Upstream) -> None:
