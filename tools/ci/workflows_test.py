@@ -46,9 +46,15 @@ def workflow(request: pytest.FixtureRequest) -> dict[str, Any]:
     return read(request.param)
 
 
-def test_there_is_one_that_runs_ci() -> None:
-    assert [file.name for file in FILES] == ["ci.yml"]
-    assert "bash .ci/run" in [step.get("run") for step in steps(read(FILES[0]))]
+def named(name: str) -> dict[str, Any]:
+    (file,) = [file for file in FILES if file.name == name]
+    return read(file)
+
+
+def test_one_runs_ci_and_one_looks_at_upstream_every_week() -> None:
+    assert sorted(file.name for file in FILES) == ["ci.yml", "upstream.yml"]
+    assert "bash .ci/run" in [step.get("run") for step in steps(named("ci.yml"))]
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", named("upstream.yml")["on"]["schedule"][0]["cron"])
 
 
 def test_has_the_form_that_github_reads(workflow: dict[str, Any]) -> None:
@@ -78,12 +84,16 @@ def test_its_scripts_are_bash(workflow: dict[str, Any]) -> None:
         assert checked.returncode == 0, script
 
 
+def test_the_cache_is_written_with_a_secret() -> None:
+    assert len([step for step in steps(named("ci.yml")) if "secrets." in json.dumps(step)]) == 1
+
+
 def test_only_pushes_to_main_see_a_secret(workflow: dict[str, Any]) -> None:
     for job in workflow["jobs"].values():
         assert "secrets." not in json.dumps({**job, "steps": []})
     with_secret = [step for step in steps(workflow) if "secrets." in json.dumps(step)]
-    assert len(with_secret) == 1
-    assert with_secret[0]["if"] == "github.event_name == 'push' && github.ref == 'refs/heads/main'"
+    for step in with_secret:
+        assert step["if"] == "github.event_name == 'push' && github.ref == 'refs/heads/main'"
     writers = [step for step in steps(workflow) if "cache_write" in step.get("run", "")]
     assert writers == with_secret
 
@@ -97,7 +107,7 @@ def test_every_config_that_it_names_exists(workflow: dict[str, Any]) -> None:
 
 
 def test_every_lane_has_a_job_and_says_when_it_is_unavailable() -> None:
-    jobs = read(FILES[0])["jobs"]
+    jobs = named("ci.yml")["jobs"]
     assert {name.rpartition("-")[2] for name in jobs} == set(LANES)
     for name, job in jobs.items():
         if name in HOSTED:
@@ -112,7 +122,7 @@ def test_every_lane_has_a_job_and_says_when_it_is_unavailable() -> None:
 
 
 def test_no_lane_passes_because_nothing_fits_it() -> None:
-    for name, job in read(FILES[0])["jobs"].items():
+    for name, job in named("ci.yml")["jobs"].items():
         lane = name.rpartition("-")[2]
         script = "\n".join(step.get("run", "") for step in job["steps"])
         if lane == "cpu":

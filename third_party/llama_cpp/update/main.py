@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshnet_gguf.certify import BINDINGS
 from meshnet_gguf.errors import MeshnetError, reason_name
 from meshnet_gguf.measurement import Plan, measure
 
@@ -130,6 +131,18 @@ def _holds(report: dict[str, Any], *, stack_only: bool) -> bool:
     )
 
 
+def ended_certification(models: dict[str, Any]) -> list[str]:
+    """What ends a certification of each model's lane, by the kinds that `meshnet certify` knows."""
+    kinds = {field: kind for kind, fields in BINDINGS.items() for field in fields}
+    lines = []
+    for name, model in models.items():
+        ended: dict[str, list[str]] = {}
+        for field in model["recipe"]:
+            ended.setdefault(kinds.get(field, "recipe"), []).append(field)
+        lines += [f"{name}, {kind}: {', '.join(fields)}" for kind, fields in sorted(ended.items())]
+    return lines
+
+
 def _named_in(repo: Path, pin: manifest.Manifest) -> list[str]:
     """Files that name the pin, besides those that are it."""
     names = []
@@ -186,6 +199,9 @@ def _markdown(report: dict[str, Any]) -> str:
               f"{', '.join(report['backend_sources']['new']) or 'none'}."]  # fmt: skip
     lines += ["", "## What adopting it makes void", ""]
     lines += [f"- {line}" for line in report["invalidated"]]
+    if "ends_certification" in report:
+        lines += ["", "Recipe fields that end a certification, by kind:", ""]
+        lines += [f"- {line}" for line in report["ends_certification"]]
     return "\n".join(lines) + "\n"
 
 
@@ -269,6 +285,7 @@ def _build_and_compare(
         plan = Plan.load(Path(__file__).with_name("update_plan.json"))
         models = [fixture, *(here / model for model in options.model)]
         report["models"] = asyncio.run(_models(models, plan, workers, options.runs))
+        report["ends_certification"] = ended_certification(report["models"])
         isolation.adoption(tree, out / "adopt.patch")
         isolation.check_rollback(repo, out / "adopt.patch", out / "rollback")
         report["rollback"] = "adopted in a clone and reverted: the pin is what it was"

@@ -379,3 +379,15 @@ def test_two_pins_side_by_side() -> None:
     assert found["differences"] == {"owned_tensors": {"current": [9], "candidate": [10]}}
     assert found["recipe"] == {"llama_cpp_commit": {"current": "old", "candidate": "new"}}
     assert found["speed"]["decode_tokens_per_s"]["ratio"] == pytest.approx(0.5)
+
+
+def test_what_ends_a_certification() -> None:
+    current = measured(90, 9, "old")
+    newer = measured(90, 9, "new")
+    newer["workers"][0]["recipe"] |= {"kv_layout": "ring", "unheard_of": "1"}
+    models = {"m.gguf": compare.compare_model([current], [newer])}
+    assert main.ended_certification(models) == [
+        "m.gguf, cache layout: kv_layout",
+        "m.gguf, pin: llama_cpp_commit",
+        "m.gguf, recipe: unheard_of",
+    ]
