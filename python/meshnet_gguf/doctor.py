@@ -33,6 +33,7 @@ from meshnet_gguf.client import WorkerClient, WorkerState
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import worker_binary
 from meshnet_gguf.machine import cores, free_memory
+from meshnet_gguf.route_source import lane_sessions
 from meshnet_gguf.storage import free_bytes, storage_root
 from proto.meshnet.control.v1 import tracker_pb2
 
@@ -462,7 +463,9 @@ def _check_routes(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
             )
         else:
             found.append(_ok(name, "certified"))
-        routed[model] = routed.get(model, False) or _is_complete(members)
+        # One that is full is no less complete.
+        complete = lane_sessions(members)[model, fingerprint] > 0
+        routed[model] = routed.get(model, False) or complete
     for model, complete in sorted(routed.items()):
         if complete:
             found.append(_ok(f"route.{model}", "all layers are served"))
@@ -476,14 +479,3 @@ def _check_routes(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
                 )
             )
     return found
-
-
-def _is_complete(members: Sequence[tracker_pb2.WorkerStatus]) -> bool:
-    reached = {0}
-    spans = sorted(
-        (w.registration.span.begin, w.registration.span.end) for w in members if not w.unroutable
-    )
-    for begin, end in spans:
-        if begin in reached:
-            reached.add(end)
-    return members[0].registration.model_units in reached

@@ -93,6 +93,7 @@ def node_config(
         manifest=files.manifest if provisions else None,
         sources=files.sources,
         storage=files.storage,
+        sources_ca=files.sources_ca,
         layers=layers,
         artifact_sha256=artifact_sha256 or files.artifact_sha256,
         recipe_fingerprint=recipe_fingerprint,

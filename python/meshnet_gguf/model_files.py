@@ -29,7 +29,8 @@ __all__ = ["ModelFiles", "find_model"]
 class ModelFiles:
     """What a worker is started with. `path` is the (first) GGUF file; its headers are there.
 
-    With `sources` the files come from there, into `storage`, as far as layers need them.
+    With `sources` the files come from there, into `storage`, as far as layers need them;
+    `sources_ca` (PEM) are the authorities of those that are web servers, None: the system's.
     """
 
     name: str
@@ -38,10 +39,16 @@ class ModelFiles:
     artifact_sha256: str = ""
     sources: tuple[str, ...] = ()
     storage: pathlib.Path | None = None
+    sources_ca: pathlib.Path | None = None
 
 
 async def find_model(
-    model: str, path: pathlib.Path, *, sources: Sequence[str] = (), layer: int = 0
+    model: str,
+    path: pathlib.Path,
+    *,
+    sources: Sequence[str] = (),
+    sources_ca: pathlib.Path | None = None,
+    layer: int = 0,
 ) -> ModelFiles:
     """What `model` means; `path` is it as a path. `layer` is one that will be wanted.
 
@@ -68,8 +75,14 @@ async def find_model(
         )
     manifest = await asyncio.to_thread(read_manifest, path)
     storage = storage_root() / "models"
-    async with open_sources(sources) as opened:
+    async with open_sources(sources, ca_file=sources_ca) as opened:
         done = await provision(manifest, opened, storage, layers=(layer, layer + 1))
     return ModelFiles(
-        path.stem, done.model, path, manifest.artifact_sha256, tuple(sources), storage
+        path.stem,
+        done.model,
+        path,
+        manifest.artifact_sha256,
+        tuple(sources),
+        storage,
+        sources_ca,
     )

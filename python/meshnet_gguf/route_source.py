@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import enum
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,6 +49,7 @@ __all__ = [
     "StaticRoute",
     "TrackedRoute",
     "TrackerRouteSource",
+    "lane_sessions",
 ]
 
 
@@ -243,13 +244,7 @@ class TrackerRouteSource:
         answer = await self.tracker.list_workers(
             tracker_pb2.ListWorkersRequest(model_id=self.model_id, fingerprint=self.fingerprint)
         )
-        lanes: dict[tuple[str, int], list[tuple[tuple[int, int], int]]] = {}
-        for worker in answer.workers:
-            one = worker.registration
-            if worker.load.ready and worker.admission != tracker_pb2.ADMISSION_DARK:
-                lane = lanes.setdefault((one.fingerprint, one.model_units), [])
-                lane.append(((one.span.begin, one.span.end), one.max_sessions))
-        return sum(sessions_at_once(units, rooms) for (_, units), rooms in lanes.items())
+        return sum(lane_sessions(answer.workers).values())
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[TrackedRoute]:
@@ -368,6 +363,28 @@ class TrackerRouteSource:
                 await self.tracker.touch_session(
                     tracker_pb2.TouchSessionRequest(session_id=session_id)
                 )
+
+
+def lane_sessions(workers: Iterable[tracker_pb2.WorkerStatus]) -> dict[tuple[str, str], int]:
+    """How many sessions each lane (model, fingerprint) can have at once, however many it has."""
+    lanes: dict[tuple[str, str], list[tracker_pb2.WorkerStatus]] = {}
+    for worker in workers:
+        one = worker.registration
+        lane = lanes.setdefault((one.model_id, one.fingerprint), [])
+        if worker.load.ready and worker.admission != tracker_pb2.ADMISSION_DARK:
+            lane.append(worker)
+    return {
+        lane: sessions_at_once(
+            max((w.registration.model_units for w in members), default=0),
+            (
+                ((w.registration.span.begin, w.registration.span.end), w.registration.max_sessions)
+                for w in members
+            ),
+        )
+        if members
+        else 0
+        for lane, members in lanes.items()
+    }
 
 
 def _layers(hop: tracker_pb2.RouteHop) -> LayerRange:

@@ -96,7 +96,7 @@ class _Worker:
     access_bytes_per_second: int = 0
     seams: Mapping[str, Seam] = field(default_factory=dict)
 
-    def candidate(self) -> Candidate:
+    def candidate(self, *, is_lost: bool) -> Candidate:
         """For the choice of a route."""
         assert self.layers is not None
         return Candidate(
@@ -110,7 +110,7 @@ class _Worker:
             self.seams,
             queued_steps=self.queued_steps,
             reliability=self.reliability,
-            usable=not self.unroutable,
+            usable=not (self.unroutable or is_lost),
         )
 
 
@@ -395,7 +395,9 @@ class ModelWatch:
         by_id = {worker.worker: worker for worker in survey.workers}
         before = [by_id[name] for name in self._route if name in by_id]
         # A route that still stands stays: the picture does not follow every change of load.
-        if len(before) == len(self._route) > 0 and not any(w.unroutable for w in before):
+        lost = {where for where, probe in self._probes.items() if probe.error is not None}
+        stands = not any(w.unroutable or w.endpoint in lost for w in before)
+        if len(before) == len(self._route) > 0 and stands:
             chain = _joined(before, self._layers)
             if not any(isinstance(part, _Gap) for part in chain):
                 return chain
@@ -405,7 +407,7 @@ class ModelWatch:
             admission, _ = survey.admission(fingerprint)
             index = LaneIndex(self._layers)
             for worker in workers:
-                index.put(worker.candidate())
+                index.put(worker.candidate(is_lost=worker.endpoint in lost))
             chosen = index.cheapest(Demand(0))
             if chosen is not None and admission is not Admission.DARK:
                 chain = [by_id[stage.worker_id] for stage in chosen.stages]

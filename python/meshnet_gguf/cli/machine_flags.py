@@ -26,7 +26,6 @@ from proto.meshnet.shard.v1 import errors_pb2
 __all__ = [
     "CONTEXT",
     "CPU_VARIANT",
-    "FROM",
     "MESH_LISTEN",
     "SESSIONS",
     "budget",
@@ -49,9 +48,6 @@ CONTEXT = flags.DEFINE_integer(
 SESSIONS = flags.DEFINE_integer("max_sessions", 0, "Sessions at once; 0 = as fits.", lower_bound=0)
 CPU_VARIANT = flags.DEFINE_string(
     "cpu_variant", None, "Kernels for another CPU than this one, so that others may join."
-)
-FROM = flags.DEFINE_list(
-    "from", [], "Folders and https addresses that hold the files; they share the work."
 )
 MESH_LISTEN = flags.DEFINE_string(
     "mesh_listen",

@@ -19,18 +19,17 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, source_flags
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.manifest import Manifest, read_manifest
 from meshnet_gguf.provision import Options, Provisioned, open_sources, provision
 from meshnet_gguf.storage import storage_root
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["FLAG_MODULES", "run"]
 
-_FROM = flags.DEFINE_list(
-    "from", [], "Folders and https addresses that hold the files; they share the work."
-)
+FLAG_MODULES = (source_flags.__name__,)
+
 _TO = flags.DEFINE_string(
     "to",
     None,
@@ -42,7 +41,6 @@ _ARTIFACT = flags.DEFINE_string(
 _LAYERS = flags.DEFINE_string(
     "layers", None, "Half-open range of layers, BEGIN:END; without it the whole artifact."
 )
-_CA = flags.DEFINE_string("ca", None, "PEM file with the authorities to trust instead.")
 _SILENCE = flags.DEFINE_float(
     "silence", 30.0, "Seconds without a byte after which a server counts as gone.", 0.1
 )
@@ -59,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     """The command."""
     if len(arguments) != 1:
         raise app.UsageError(f"expected one manifest, got {len(arguments)}")
-    if not _FROM.value:
+    if not source_flags.places():
         raise app.UsageError("expected --from")
     layers = _parse_layers(_LAYERS.value)
     manifest = read_manifest(output.given_path(arguments[0]))
@@ -95,9 +93,9 @@ async def _provision(
     options = Options(
         parallel=_PARALLEL.value, attempts=_ATTEMPTS.value, recheck=bool(_RECHECK.value)
     )
-    places = [place if "://" in place else str(output.given_path(place)) for place in _FROM.value]
-    ca_file = output.given_path(_CA.value) if _CA.value else None
-    async with open_sources(places, ca_file=ca_file, silence_seconds=_SILENCE.value) as sources:
+    async with open_sources(
+        source_flags.places(), ca_file=source_flags.ca_file(), silence_seconds=_SILENCE.value
+    ) as sources:
         return await provision(manifest, sources, to, layers=layers, options=options)
 
 

@@ -32,7 +32,7 @@ from absl import app, flags
 from meshnet.transport import KeyFiles, is_loopback
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import machine_flags, mesh_flags, output, serve_join
+from meshnet_gguf.cli import machine_flags, mesh_flags, output, serve_join, source_flags
 from meshnet_gguf.cli.serve_join import join
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.embedded_mesh import EmbeddedMesh, Place
@@ -60,7 +60,12 @@ from meshnet_gguf.route_source import TrackerRouteSource
 
 __all__ = ["FLAG_MODULES", "run"]
 
-FLAG_MODULES = (machine_flags.__name__, *mesh_flags.MODULES, serve_join.__name__)
+FLAG_MODULES = (
+    machine_flags.__name__,
+    *mesh_flags.MODULES,
+    serve_join.__name__,
+    source_flags.__name__,
+)
 
 _LISTEN = flags.DEFINE_string("listen", "127.0.0.1:8080", "Address to serve on, HOST:PORT.")
 _JOIN = flags.DEFINE_list("join", [], "Add this machine to the mesh of these trackers, HOST:PORT.")
@@ -270,7 +275,12 @@ async def _embedded(model: str) -> AsyncIterator[_Mesh]:
     machine_flags.check_place(
         place, "serve " + shlex.quote(model) + " --mesh-listen " + place.listen
     )
-    files = await find_model(model, output.given_path(model), sources=machine_flags.FROM.value)
+    files = await find_model(
+        model,
+        output.given_path(model),
+        sources=source_flags.places(),
+        sources_ca=source_flags.ca_file(),
+    )
     plan = await asyncio.to_thread(
         lambda: plan_here(
             read_model(files.path),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from meshnet_gguf import joining, progress
-from meshnet_gguf.cli import machine_flags, mesh_flags, output
+from meshnet_gguf.cli import machine_flags, mesh_flags, output, source_flags
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.embedded_mesh import Place, RunningNode, node_config
 from meshnet_gguf.errors import MeshnetError
@@ -131,7 +131,11 @@ async def _files_to_join(arguments: Sequence[str], mesh: joining.MeshView) -> Mo
         model = known[artifact]
     first = min((left.begin for left in _holes(mesh)), default=0)
     files = await find_model(
-        model, output.given_path(model), sources=machine_flags.FROM.value, layer=first
+        model,
+        output.given_path(model),
+        sources=source_flags.places(),
+        sources_ca=source_flags.ca_file(),
+        layer=first,
     )
     if artifact and files.artifact_sha256 and files.artifact_sha256 != artifact:
         raise MeshnetError(

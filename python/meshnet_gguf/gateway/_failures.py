@@ -124,7 +124,7 @@ def error_body(error: MeshnetError) -> dict[str, Any]:
 
 def headers_of(error: MeshnetError) -> dict[str, str]:
     """When to come again, for errors that say so, and whether the connection may be used again."""
-    if http_status(error) == 413:
+    if http_status(error) in (408, 413):
         # What is left of the body is never read.
         return {"connection": "close"}
     if http_status(error) == 401:

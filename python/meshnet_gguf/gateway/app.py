@@ -2,11 +2,11 @@
 
     app = make_app(Serving([ServedModel("smollm2", source)], admission, renderer))
 
-GET /v1/models, POST /v1/chat/completions, POST /v1/completions; GET /healthz (this process lives),
-/readyz (every model has a complete route), /metrics (Prometheus); GET /status.json (the gateway and
-its mesh, a meshnet_gguf.status.MeshStatus) and /status/events (the same as server-sent events, once
-a second); / is a page that shows them. Logs say what was asked for in numbers, never in words,
-unless `log_prompts` is set.
+GET /v1/models and /v1/models/NAME, POST /v1/chat/completions, POST /v1/completions; GET /healthz
+(this process lives), /readyz (every model has a complete route), /metrics (Prometheus); GET
+/status.json (the gateway and its mesh, a meshnet_gguf.status.MeshStatus) and /status/events (the
+same as server-sent events, once a second); / is a page that shows them. Logs say what was asked for
+in numbers, never in words, unless `log_prompts` is set.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from meshnet_gguf.client import WorkerState
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.errors import MeshnetError, reason_name
 from meshnet_gguf.gateway._answers import DONE
 from meshnet_gguf.gateway._failures import (
     RequestError,
@@ -50,6 +49,7 @@ from meshnet_gguf.gateway.host_check import AllowedHosts, HostCheck
 from meshnet_gguf.gateway.metrics import GatewayMetrics
 from meshnet_gguf.gateway.page_files import page_routes
 from meshnet_gguf.gateway.status_feed import StatusFeed
+from meshnet_gguf.status import Problem
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["GatewayApp", "GatewayOptions", "make_app"]
@@ -103,6 +103,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, record: _Record) -> None:
         self.headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        self.path: dict[str, str] = scope.get("path_params", {})
         self.record = record
         self.started = time.monotonic()
         self._receive = receive
@@ -133,6 +134,7 @@ class _Exchange:
             raise RequestError(
                 errors_pb2.REASON_DEADLINE_EXCEEDED,
                 f"expected the whole body within {within:g} s, got {size} bytes",
+                status=408,
             ) from error
         self.started = time.monotonic()
         return b"".join(parts)
@@ -288,6 +290,10 @@ class _Gateway:
             200, {"object": "list", "data": [_model(m) for m in self.serving.models.values()]}
         )
 
+    async def one_model(self, exchange: _Exchange) -> None:
+        self._authorise(exchange)
+        await exchange.answer(200, _model(self.serving.model(exchange.path["name"])))
+
     async def status(self, exchange: _Exchange) -> None:
         self._authorise(exchange)
         await exchange.answer(200, await self.feed.latest())
@@ -411,53 +417,33 @@ class _Gateway:
         _LOG.info("request %s", json.dumps(dataclasses.asdict(record)))
 
     async def ready(self, request: Request) -> Response:
-        """Whether every model has a complete route whose workers are ready.
+        """Whether every model has a complete route whose workers are ready, busy or not.
 
-        Whoever has no key is told the reasons alone: what models there are, and who serves them, is
-        for those who have one.
+        No older than the status, and like it without effect on the mesh: to open a session would
+        take the place of somebody's who wants an answer. Whoever has no key is told the reasons
+        alone: what models there are, and who serves them, is for those who have one.
         """
-        found = await asyncio.gather(*(self._why_not_ready(name) for name in self.serving.models))
-        problems = {
-            name: error
-            for name, error in zip(self.serving.models, found, strict=True)
-            if error is not None
-        }
-        said: dict[str, Any] = {
-            "ready": not problems,
-            "reasons": sorted({error.reason_name for error in problems.values()}),
-        }
+        try:
+            async with asyncio.timeout(self.options.ready_seconds):
+                models = await self.feed.models()
+            problems = {model.name: model.problem for model in models if model.problem is not None}
+            reasons = sorted({problem.reason for problem in problems.values()})
+        except TimeoutError:
+            reasons = [reason_name(errors_pb2.REASON_DEADLINE_EXCEEDED)]
+            problems = dict.fromkeys(
+                self.serving.models,
+                Problem(reasons[0], f"no word of it within {self.options.ready_seconds:g} s"),
+            )
+        said: dict[str, Any] = {"ready": not problems, "reasons": reasons}
         with contextlib.suppress(RequestError):
             self._key({name: value.encode("latin-1") for name, value in request.headers.items()})
             said["models"] = {
-                name: str(problems[name]) if name in problems else "ready"
+                name: f"{problems[name].reason}: {problems[name].message}"
+                if name in problems
+                else "ready"
                 for name in self.serving.models
             }
         return JSONResponse(said, status_code=503 if problems else 200)
-
-    async def _why_not_ready(self, name: str) -> MeshnetError | None:
-        try:
-            async with (
-                asyncio.timeout(self.options.ready_seconds),
-                self.serving.models[name].source.open() as opened,
-            ):
-                for worker in opened.route.workers:
-                    health = await worker.health()
-                    if health.state is not WorkerState.READY:
-                        return MeshnetError(
-                            errors_pb2.REASON_NOT_READY,
-                            f"{worker.endpoint} is {health.state.name}",
-                        )
-        except MeshnetError as error:
-            return error
-        except TimeoutError:
-            return MeshnetError(
-                errors_pb2.REASON_DEADLINE_EXCEEDED,
-                f"no route agreed within {self.options.ready_seconds:g} s",
-            )
-        except Exception as error:
-            _LOG.exception("whether %s is ready", name)
-            return _own_fault(error)
-        return None
 
 
 def _model(model: Any) -> dict[str, Any]:
@@ -512,6 +498,7 @@ def make_app(serving: Serving, options: GatewayOptions | None = None) -> Gateway
         middleware=[] if hosts is None else [Middleware(HostCheck, hosts, refuse)],
         routes=[
             endpoint("/v1/models", "GET", _Gateway.models),
+            endpoint("/v1/models/{name:path}", "GET", _Gateway.one_model),
             endpoint("/v1/chat/completions", "POST", _Gateway.chat),
             endpoint("/v1/completions", "POST", _Gateway.completions),
             endpoint("/status.json", "GET", _Gateway.status),

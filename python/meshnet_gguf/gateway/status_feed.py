@@ -2,6 +2,7 @@
 
     feed = StatusFeed(watches, gateway_status)
     text = await feed.latest()                      # a MeshStatus as JSON
+    models = await feed.models()                    # its ModelStatus, one by one
     async with contextlib.aclosing(feed.follow()) as news:
         async for text in news: ...                 # the same, whenever there is a new one
     feed.end()                                      # ends every follow()
@@ -16,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.status import GatewayStatus, MeshStatus, status_to_json
+from meshnet_gguf.status import GatewayStatus, MeshStatus, ModelStatus, status_to_json
 from meshnet_gguf.status_watch import ModelWatch
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -42,6 +43,7 @@ class StatusFeed:
         self._clock = clock
         self._reading = asyncio.Lock()
         self._text = b""
+        self._models: tuple[ModelStatus, ...] = ()
         self._read_at = float("-inf")
         self._followers = 0
         self._ended = asyncio.Event()
@@ -59,12 +61,20 @@ class StatusFeed:
     async def latest(self) -> bytes:
         """The status as JSON, no older than the interval."""
         async with self._reading:
-            if self._clock() - self._read_at >= self._interval:
-                models = await asyncio.gather(*(watch.read() for watch in self._watches))
-                status = MeshStatus(time.time(), tuple(models), self._gateway())
-                self._text = status_to_json(status)
-                self._read_at = self._clock()
+            await self._read()
             return self._text
+
+    async def models(self) -> tuple[ModelStatus, ...]:
+        """The models in the same status, in the order of the watches."""
+        async with self._reading:
+            await self._read()
+            return self._models
+
+    async def _read(self) -> None:
+        if self._clock() - self._read_at >= self._interval:
+            self._models = tuple(await asyncio.gather(*(watch.read() for watch in self._watches)))
+            self._text = status_to_json(MeshStatus(time.time(), self._models, self._gateway()))
+            self._read_at = self._clock()
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
         """The status now, and again every interval. Raises MeshnetError (QUEUE_FULL)."""

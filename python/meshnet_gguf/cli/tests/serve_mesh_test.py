@@ -5,13 +5,17 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from meshnet.certificates import Authority
 from meshnet.tracker_client import TrackerClient
+from meshnet_gguf.manifest import Origin, make_manifest
+from meshnet_gguf.testing.model_server import ModelServer
 from meshnet_gguf.testing.node_process import wait_gone
 from meshnet_gguf.testing.serve_process import serving
 
@@ -42,6 +46,12 @@ async def ask(url: str, model: str, choices: int = 1) -> str:
             model=model, prompt="Hello", max_tokens=8, temperature=0, n=choices
         )
     return answer.choices[0].text
+
+
+async def answers(http: httpx.AsyncClient, url: str, status: int) -> None:
+    """Waits until it does: what is known of a mesh is a second old."""
+    while (await http.get(url)).status_code != status:
+        await asyncio.sleep(0.05)
 
 
 async def on_route(tracker: str) -> set[tuple[str, int, int]]:
@@ -104,18 +114,18 @@ async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
     async with here("--layers=0:4") as (first, _), httpx.AsyncClient() as http:
         assert first["missing"] == [4, LAYERS]
         ready = first["url"].replace("/v1", "/readyz")
-        assert (await http.get(ready)).status_code == 503
+        await answers(http, ready, 503)
         with pytest.raises(openai.APIStatusError) as refused:
             await ask(first["url"], first["model"])
         assert refused.value.code == "NO_ROUTE"
         async with serving(MESHNET, MODEL, f"--join={first['tracker']}") as (joined, process):
             assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
-            assert (await http.get(ready)).status_code == 200
+            await answers(http, ready, 200)
             assert await ask(first["url"], first["model"])
             assert (joined["node"], 4, LAYERS) in await on_route(first["tracker"])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
-        assert (await http.get(ready)).status_code == 503
+        await answers(http, ready, 503)
 
 
 async def slots(http: httpx.AsyncClient, url: str) -> int:
@@ -142,18 +152,70 @@ async def test_a_machine_that_joins_brings_slots_and_takes_them_along() -> None:
 
 async def test_joins_that_are_refused() -> None:
     async with here() as (first, _):
-        for arguments, reason in (
-            ((), "ARTIFACT_UNREADABLE"),
-            ((MODEL, "--memory=1MiB"), "MEMORY_BUDGET_EXCEEDED"),
-        ):
-            process = await asyncio.create_subprocess_exec(
-                MESHNET,
-                "serve",
-                *arguments,
-                f"--join={first['tracker']}",
-                "--json",
-                stdout=asyncio.subprocess.PIPE,
-            )
-            out, _ = await process.communicate()
-            assert process.returncode == 1
-            assert json.loads(out)["error"]["reason"] == reason
+        join = f"--join={first['tracker']}"
+        assert await refusal(join) == "ARTIFACT_UNREADABLE"
+        assert await refusal(MODEL, "--memory=1MiB", join) == "MEMORY_BUDGET_EXCEEDED"
+
+
+def certificates(folder: pathlib.Path) -> dict[str, list[str]]:
+    """Flags of two machines and of one of another mesh, all on loopback."""
+    found = {}
+    for mesh, name in (("ours", "a"), ("ours", "b"), ("theirs", "c")):
+        where = folder / mesh
+        authority = Authority.load(where) if where.exists() else Authority.create(where)
+        certificate, key = authority.issue(name, ["127.0.0.1"])
+        trusted = where / "authorities.pem"
+        found[name] = [f"--tls-cert={certificate}", f"--tls-key={key}", f"--tls-ca={trusted}"]
+    return found
+
+
+async def refusal(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        MESHNET, "serve", *arguments, "--json", stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 1
+    return str(json.loads(out)["error"]["reason"])
+
+
+async def test_machines_with_certificates_that_fetch_what_they_serve(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifest, sources, mutual TLS and a second machine, each with a storage of its own."""
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(MODEL, source)
+    manifest = make_manifest([source], Origin("", "r1", ""), chunk_bytes=1 << 16)
+    size = manifest.total_bytes
+    file = tmp_path / "tiny.json"
+    file.write_bytes(manifest.to_bytes())
+    flags = certificates(tmp_path)
+    monkeypatch.setenv("MESHNET_STORAGE", str(tmp_path / "a"))
+    places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
+    async with (
+        serving(MESHNET, str(file), f"--from={source}", "--layers=0:4", *places, *flags["a"]) as (
+            first,
+            _,
+        ),
+        httpx.AsyncClient() as http,
+    ):
+        assert (first["model"], first["missing"]) == ("tiny", [4, LAYERS])
+        monkeypatch.setenv("MESHNET_STORAGE", str(tmp_path / "b"))
+        join = [str(file), f"--join={first['tracker']}"]
+        assert await refusal(*join, f"--from={source}") == "PEER_UNREACHABLE"
+        assert await refusal(*join, f"--from={source}", *flags["c"]) == "PEER_UNREACHABLE"
+        with ModelServer(source, tls=tmp_path) as server:
+            async with serving(
+                MESHNET, *join, f"--from={server.url}", f"--ca={server.ca_file}", *flags["b"]
+            ) as (joined, process):
+                assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
+                await answers(http, first["url"].replace("/v1", "/readyz"), 200)
+                assert await ask(first["url"], "tiny")
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+        # Neither machine has what only the other one needs.
+        assert 0 < server.asked_bytes() < size
+        for name in "ab":
+            (stored,) = (tmp_path / name).rglob("*.gguf")
+            assert stored.stat().st_size == size
+            assert stored.stat().st_blocks * 512 < size

@@ -153,8 +153,8 @@ async def test_what_a_prober_is_told_without_a_key(tmp_path: pathlib.Path) -> No
         assert (await http.get("/readyz")).json() == {"ready": True, "reasons": []}
         await gateway.fake.cluster.workers[1].kill()
         (await http.get("/v1/models", headers=with_key)).raise_for_status()
-        answer = await http.get("/readyz")
-        assert answer.status_code == 503
+        while (answer := await http.get("/readyz")).status_code != 503:
+            await asyncio.sleep(0.05)
         assert answer.json() == {"ready": False, "reasons": ["PEER_UNREACHABLE"]}
         # The whole of the same for whoever has a key.
         said = (await http.get("/readyz", headers=with_key)).json()["models"][MODEL]
@@ -172,8 +172,8 @@ async def test_other_paths_and_methods_are_errors_in_the_same_form(
         assert answer.json()["error"]["code"] == "NOT_SERVED"
 
 
-async def test_a_long_body_is_refused() -> None:
-    options = GatewayOptions(max_request_bytes=2000)
+async def test_a_long_body_and_a_slow_one_are_refused() -> None:
+    options = GatewayOptions(max_request_bytes=2000, body_seconds=0.2)
     async with (
         asyncio.timeout(END),
         fake_gateway((), options=options) as gateway,
@@ -184,6 +184,15 @@ async def test_a_long_body_is_refused() -> None:
         )
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "FRAME_TOO_LARGE")
         assert answer.headers["connection"] == "close"
+
+        host, port = gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+        assert (await reader.readline()).split()[1] == b"408"
+        assert b"DEADLINE_EXCEEDED" in await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_keys(tmp_path: pathlib.Path) -> None:

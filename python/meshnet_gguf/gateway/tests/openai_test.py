@@ -48,6 +48,10 @@ async def test_models(gateway: FakeGateway) -> None:
     assert [(model.id, model.object, model.owned_by) for model in models] == [
         (MODEL, "model", "meshnet")
     ]
+    assert await gateway.client.models.retrieve(MODEL) == models[0]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await gateway.client.models.retrieve("another/model")
+    assert (unknown.value.code, unknown.value.param) == ("NOT_SERVED", "model")
 
 
 async def test_a_chat_is_what_the_bare_client_gets(gateway: FakeGateway) -> None:
@@ -109,8 +113,9 @@ async def test_health(gateway: FakeGateway) -> None:
             {"ready": True, "reasons": [], "models": {MODEL: "ready"}},
         )
         await gateway.fake.cluster.workers[1].kill()
-        ready = await http.get("/readyz")
-        assert ready.status_code == 503
+        # What is known of the workers is a second old.
+        while (await http.get("/readyz")).status_code != 503:
+            await asyncio.sleep(0.05)
         assert (await http.get("/healthz")).status_code == 200
         metrics = (await http.get("/metrics")).text
         assert "meshnet_gateway_slots 8.0" in metrics

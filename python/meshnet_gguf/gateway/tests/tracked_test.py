@@ -88,7 +88,7 @@ async def tracked(
         with Listener("127.0.0.1:0") as listener:
             async with (
                 GatewayServer(
-                    make_app(serving, GatewayOptions(ready_seconds=30)), listener
+                    make_app(serving, GatewayOptions(ready_seconds=30, status_seconds=0)), listener
                 ) as server,
                 openai.AsyncOpenAI(
                     base_url=f"{server.url}/v1", api_key="x", max_retries=0
@@ -122,6 +122,27 @@ async def test_a_model_that_nobody_serves_is_not_ready_and_refused(tmp_path: pat
             assert "NO_ROUTE" in ready.json()["models"]["m"]
             await mesh.register()
             assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_a_mesh_that_is_full_is_ready(tmp_path: pathlib.Path) -> None:
+    """To look whether it is takes no session."""
+    slow = ("--max_sessions=1", "--fake_delay=3ms", "--context_tokens=100000")
+    async with (
+        tracked(tmp_path, *slow) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=END) as http,
+    ):
+        await mesh.register()
+        stream = await mesh.client.chat.completions.create(
+            model="m", messages=HELLO, max_tokens=50000, stream=True
+        )
+        await anext(aiter(stream))
+        await mesh.register()  # as heartbeats say it: one session, of one
+        with pytest.raises(openai.InternalServerError) as full:
+            await mesh.client.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
+        assert full.value.code == "NO_ROUTE"
+        ready = await http.get("/readyz")
+        assert (ready.status_code, ready.json()["ready"]) == (200, True)
+        await stream.close()
 
 
 async def test_sessions_that_wait_make_room_on_a_full_mesh(tmp_path: pathlib.Path) -> None:
