@@ -18,6 +18,9 @@ ON_ACCELERATOR = select({
     "//conditions:default": [],
 })
 
+# Of the vulkan lane alone.
+ON_VULKAN = ["//platforms:vulkan_accelerator"]
+
 LANE_DRIVER = select({
     Label("//platforms:is_vulkan"): [
         Label("@vulkan_sdk//:lavapipe"),

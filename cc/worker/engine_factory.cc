@@ -46,8 +46,10 @@ ABSL_FLAG(bool, pin_threads, true,
           "something else keeps a core busy.");
 ABSL_FLAG(std::string, kv_type, "f16", "Cache element type: f16, f32 or q8_0.");
 ABSL_FLAG(std::string, cpu_variant, "", "ggml CPU variant; empty = the best that this CPU runs.");
-ABSL_FLAG(std::string, device, "",
-          "Device to compute on, of the lane that this worker was built for; empty = its first.");
+ABSL_FLAG(
+    std::string, device, "",
+    "Device to compute on, of the lane that this worker was built for; empty = its first; cpu "
+    "= none of them, with the recipe of the cpu lane.");
 ABSL_FLAG(uint32_t, rollback_tokens, 64,
           "DeepSeek V4: how far back a session can go without a new prefill. Part of the recipe: "
           "equal on all stages of a route.");

@@ -118,11 +118,10 @@ def render(lanes: Sequence[LaneStatus]) -> str:
 
 
 def _wall(record: Mapping[str, Any]) -> str:
-    if record["wall_s"] is None:
-        return "not measured"
     minutes = record["wall_s"] / 60
     return (
-        f"{minutes:.1f} min, {record['compiled_actions']} of {record['actions']} actions compiled"
+        f"{minutes:.1f} min; of {record['actions']} actions {record['compiled_actions']} ran, "
+        f"{record['cached_actions']} came from a cache"
     )
 
 
@@ -136,6 +135,11 @@ def _details(status: LaneStatus) -> list[str]:
         f"patch stack `{record['llama_cpp']['patches_sha256']}`",
         f"- machine: {record['machine']}",
         f"- worker: {record['worker_bytes']} bytes, SHA-256 `{record['worker_sha256']}`",
+    ]
+    lines += [
+        f"- {took['actions']} actions {name} took {took['sum_s'] / 60:.1f} min together, the "
+        f"longest {took['longest_s']:.0f} s"
+        for name, took in record["compile_s"].items()
     ]
     if record["options"]:
         lines.append(f"- accelerator: `{record['options']}`")

@@ -1,9 +1,11 @@
 """The page about lanes equals its records, and only a trusted signature makes a lane certified."""
 
+import gzip
 import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -43,6 +45,8 @@ def built(lane: str) -> dict[str, Any]:
         "wall_s": 90.0,
         "actions": 10,
         "compiled_actions": 9,
+        "cached_actions": 1,
+        "compile_s": {"GpuCompile": {"actions": 8, "sum_s": 150.0, "longest_s": 30.4}},
         "machine": "m",
         "notes": [],
     }
@@ -95,7 +99,9 @@ def test_what_is_built_is_dark_and_what_is_not_says_why(folder: pathlib.Path) ->
     assert words(folder) == dict.fromkeys(LANES, "dark") | {"metal": "unavailable"}
     page = render(statuses(folder))
     assert "| metal | unavailable | | | | | build on macos |" in page
-    assert "| cuda | dark | gcc 12.2, glibc 2.36 | glslc 1 | 20.0 MB | 1.5 min, 9 of 10" in page
+    row = "| cuda | dark | gcc 12.2, glibc 2.36 | glslc 1 | 20.0 MB | 1.5 min; of 10 actions 9 ran"
+    assert row in page
+    assert "- 8 actions GpuCompile took 2.5 min together, the longest 30 s" in page
 
 
 def test_a_trusted_signature_over_the_evidence_certifies(folder: pathlib.Path) -> None:
@@ -133,12 +139,29 @@ case "$*" in
     echo "    //cc/worker:worker   <-- target platform didn't satisfy constraint" \
       "@@rocm_sdk//:the_rocm_sdk_is_not_installed__run__tools_sdk_install_rocm" >&2
     exit 1 ;;
+  *"build"*"--config=vulkan"*)
+    for flag; do case "$flag" in --profile=*) cp "${0%/*}/profile.gz" "${flag#*=}" ;; esac; done
+    echo "INFO: Elapsed time: 61.25s, Critical Path: 5.00s" >&2
+    echo "INFO: 7 processes: 3 disk cache hit, 1 internal, 3 linux-sandbox." >&2 ;;
+  *"run"*"--config=vulkan"*)
+    echo '{"toolchain": {"compiler": "gcc 12.2", "glibc": "2.36", "accelerator": "glslc 1 -DX"},' \
+      '"engine": {"llama_cpp": {"release": "v1", "commit": "c", "patches_sha256": "p"}},' \
+      '"fingerprint": "f"}' ;;
+  *"info"*) echo "${0%/*}/.." ;;
   *) echo "ERROR: something else" >&2; exit 1 ;;
 esac
 """
 
 
-def record(tmp_path: pathlib.Path, lane: str) -> subprocess.CompletedProcess[str]:
+def action(seconds: float) -> dict[str, Any]:
+    return {
+        "cat": "action processing",
+        "dur": seconds * 1e6,
+        "args": {"mnemonic": "GpuCompile"},
+    }
+
+
+def record(tmp_path: pathlib.Path, lane: str, *more: str) -> subprocess.CompletedProcess[str]:
     """The recorder in a tree of its own, where Bazel is a stand-in."""
     (tmp_path / "tools").mkdir(exist_ok=True)
     (tmp_path / "docs").mkdir(exist_ok=True)
@@ -146,8 +169,13 @@ def record(tmp_path: pathlib.Path, lane: str) -> subprocess.CompletedProcess[str
     script.write_bytes(pathlib.Path("tools/lane_record").read_bytes())
     (tmp_path / "tools/bazel").write_text(FAKE_BAZEL)
     (tmp_path / "tools/bazel").chmod(0o755)
+    with gzip.open(tmp_path / "tools/profile.gz", "wt") as file:
+        json.dump({"traceEvents": [action(2.5), action(60.0), action(0.1)]}, file)
+    program = tmp_path / "cc/worker/worker"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(sys.executable, program)
     return subprocess.run(
-        [sys.executable, script, lane],
+        [sys.executable, script, lane, *more],
         capture_output=True,
         text=True,
         check=False,
@@ -163,6 +191,30 @@ def test_a_missing_sdk_is_recorded_with_its_reason(tmp_path: pathlib.Path) -> No
         "unavailable",
         "the rocm sdk is not installed: run: tools sdk install rocm",
     )
+
+
+def test_a_build_is_recorded_with_what_ran_and_what_a_cache_had(tmp_path: pathlib.Path) -> None:
+    done = record(tmp_path, "vulkan", "--note=n")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "docs/lanes/vulkan.json").read_text())
+    assert found["wall_s"] == 61.2
+    assert (found["actions"], found["compiled_actions"], found["cached_actions"]) == (7, 3, 3)
+    assert found["compile_s"] == {"GpuCompile": {"actions": 2, "sum_s": 62.5, "longest_s": 60.0}}
+    assert found["worker_bytes"] == (tmp_path / "cc/worker/worker").stat().st_size
+    assert found["sdk"] == "glslc 1"
+    assert found["notes"] == ["n"]
+
+
+def test_an_earlier_build_is_recorded_by_what_it_left(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "build.log"
+    log.write_text("INFO: Elapsed time: 100.0s\nINFO: 9 processes: 1 internal, 8 linux-sandbox.\n")
+    with gzip.open(tmp_path / "earlier.gz", "wt") as file:
+        json.dump({"traceEvents": [action(90.0)]}, file)
+    done = record(tmp_path, "vulkan", f"--log={log}", f"--profile={tmp_path / 'earlier.gz'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "docs/lanes/vulkan.json").read_text())
+    assert (found["wall_s"], found["compiled_actions"], found["cached_actions"]) == (100.0, 8, 0)
+    assert found["compile_s"]["GpuCompile"]["sum_s"] == 90.0
 
 
 def test_another_failure_is_no_record(tmp_path: pathlib.Path) -> None:

@@ -61,7 +61,7 @@ TEST(AcceleratorTest, TheRecipeNamesLaneDeviceDriverAndBuild) {
 TEST(AcceleratorTest, OnTheCpuTheSameProgramHasTheRecipeOfTheCpu) {
   LlamaEngineOptions options = ContractOptions({}, Model());
   const auto fast = LoadLlamaEngine(options);
-  options.accelerate = false;
+  options.device = "cpu";
   const auto plain = LoadLlamaEngine(options);
   ASSERT_TRUE(fast.ok() && plain.ok()) << fast.status() << plain.status();
   EXPECT_EQ(Field((*plain)->capability(), "backend"), "cpu");

@@ -770,8 +770,9 @@ ggml_type KvGgmlType(LlamaEngineOptions::KvType type) {
 using Device = std::optional<llama_cpp::AcceleratorDevice>;
 
 absl::StatusOr<Device> ChooseDevice(const LlamaEngineOptions& options) {
-  const bool cpu_lane = absl::string_view(llama_cpp::kLane) == "cpu";
-  if ((cpu_lane && options.device.empty()) || !options.accelerate) return Device();
+  constexpr absl::string_view kCpu = "cpu";
+  if (options.device == kCpu) return Device();
+  if (llama_cpp::kLane == kCpu && options.device.empty()) return Device();
   const auto device = llama_cpp::FindAcceleratorDevice(options.device);
   if (device.ok()) return Device(*device);
   return MakeError(v1::REASON_CONFIGURATION_INVALID, device.status().message());

@@ -84,10 +84,8 @@ struct LlamaEngineOptions {
   // ggml CPU variant to use; empty = the best that this CPU runs.
   std::string cpu_variant;
   // The lane's device to compute on; empty = the first. Only the head's embeddings stay with the
-  // CPU. On the cpu lane there is none.
+  // CPU. "cpu" = the CPU as on the cpu lane, which has no other device; the recipe is that lane's.
   std::string device;
-  // For tests: false = the CPU, whatever the lane.
-  bool accelerate = true;
   absl::Duration idle_ttl = absl::Minutes(30);
   absl::Duration lru_min_idle = absl::Seconds(10);
   // MEMORY_BUDGET_EXCEEDED when EstimateMemory() sums up to more. 0 = no bound.

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -167,22 +168,24 @@ class Writer {
   }
 
   void AddNorm(const std::string& name) {
-    ggml_tensor* tensor = ggml_new_tensor_1d(ggml_, GGML_TYPE_F32, kWidth);
-    auto* values = static_cast<float*>(tensor->data);
-    for (int64_t i = 0; i < kWidth; ++i) values[i] = 1.0f + 0.1f * random_.Normal();
-    Add(tensor, name);
+    std::vector<float> values(kWidth);
+    for (float& value : values) value = 1.0f + 0.1f * random_.Normal();
+    AddTensor(name, GGML_TYPE_F32, kWidth, 1, std::move(values));
   }
 
   void AddMatrix(const std::string& name, ggml_type type, int64_t in, int64_t out) {
     std::vector<float> values(in * out);
     const float scale = 1.0f / std::sqrt(static_cast<float>(in));
     for (float& value : values) value = scale * random_.Normal();
-    ggml_tensor* tensor = ggml_new_tensor_2d(ggml_, type, in, out);
-    ggml_quantize_chunk(type, values.data(), tensor->data, 0, out, in, nullptr);
-    Add(tensor, name);
+    AddTensor(name, type, in, out, std::move(values));
   }
 
-  void Add(ggml_tensor* tensor, const std::string& name) {
+  void AddTensor(std::string name, ggml_type type, int64_t in, int64_t out,
+                 std::vector<float> values) {
+    if (options_.edit != nullptr) options_.edit(&name, &values);
+    ggml_tensor* tensor =
+        out == 1 ? ggml_new_tensor_1d(ggml_, type, in) : ggml_new_tensor_2d(ggml_, type, in, out);
+    ggml_quantize_chunk(type, values.data(), tensor->data, 0, out, in, nullptr);
     ggml_set_name(tensor, name.c_str());
     tensors_.push_back(tensor);
   }

@@ -4,7 +4,9 @@
 #define MESHNET_CC_SHARD_ENGINE_LLAMA_TESTING_TINY_LLAMA_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 
@@ -21,6 +23,8 @@ struct TinyLlamaOptions {
   // More than 1: a split set with `-00001-of-0000N` before the suffix of the path, of which the
   // first part holds no tensor.
   uint32_t parts = 1;
+  // May change a tensor's name and values before they are written: a fault that a test shall find.
+  std::function<void(std::string* name, std::vector<float>* values)> edit;
 };
 
 // Width 64, 2 heads of 32, 1 KV head, feed-forward 128, vocabulary 512 (SentencePiece with byte
