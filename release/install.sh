@@ -60,6 +60,13 @@ at_least() { # VERSION WANTED
   [[ $(printf '%s\n' "$1" "$2" | sort -V | head -n 1) == "$2" ]]
 }
 
+flags_of() { # LEVEL: as /proc/cpuinfo names them
+  case $1 in
+    x86-64-v2) echo cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3 ;;
+    x86-64-v3) flags_of x86-64-v2 && echo avx2 bmi1 bmi2 f16c fma movbe ;;
+  esac
+}
+
 check_machine() { # FOLDER: names what does not fit
   local os cpu accelerator glibc have flags flag
   os=$(identity "$1" os) cpu=$(identity "$1" cpu) accelerator=$(identity "$1" accelerator)
@@ -70,12 +77,12 @@ check_machine() { # FOLDER: names what does not fit
   glibc=$(identity "$1" glibc)
   have=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo "none")
   at_least "${have##* }" "$glibc" || die "glibc: this release needs $glibc or later, the machine has ${have##* }; use a newer distribution"
-  if [[ $(identity "$1" baseline) == x86-64-v3 ]]; then
-    flags=" $(sed -n '/^flags/{s/.*: //p;q}' "${MESHNET_CPUINFO:-/proc/cpuinfo}") "
-    for flag in avx2 bmi1 bmi2 f16c fma movbe; do
-      [[ $flags == *" $flag "* ]] || die "CPU: this release needs x86-64-v3, this CPU has no $flag; use a newer machine"
-    done
-  fi
+  local baseline
+  baseline=$(identity "$1" baseline)
+  flags=" $(sed -n '/^flags/{s/.*: //p;q}' "${MESHNET_CPUINFO:-/proc/cpuinfo}") "
+  for flag in $(flags_of "$baseline"); do
+    [[ $flags == *" $flag "* ]] || die "CPU: this release needs $baseline, this CPU has no $flag; use a newer machine"
+  done
 }
 
 check_content() { # FOLDER

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cc/common/cpu_baseline/cpu_baseline.h"
 #include "cc/common/sha256.h"
 #include "cc/common/status.h"
 #include "cc/protocol/frame_codec.h"
@@ -37,7 +38,7 @@ std::map<std::string, std::string> Fields() {
       {"lane.os", "linux"},
       {"program", "meshnet-worker"},
       {"protocol.schema_version", absl::StrCat(kSchemaVersion)},
-      {"toolchain.baseline", "x86-64-v3"},
+      {"toolchain.baseline", kCpuBaseline},
       {"toolchain.compiler", absl::StrCat("gcc ", __GNUC__, ".", __GNUC_MINOR__)},
       {"toolchain.cpu_variants", absl::StrJoin(llama_cpp::CpuVariants(), " ")},
       {"toolchain.glibc", absl::StrCat(__GLIBC__, ".", __GLIBC_MINOR__)},

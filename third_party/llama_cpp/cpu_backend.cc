@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "cc/common/cpu_baseline/cpu_baseline.h"
 #include "ggml-backend.h"
 
 #if defined(__linux__)
@@ -21,6 +22,7 @@
 
 // One for each variant in cpu_variants.bzl.
 extern "C" {
+ggml_backend_reg_t ggml_backend_cpu_reg_sse42();
 ggml_backend_reg_t ggml_backend_cpu_reg_haswell();
 ggml_backend_reg_t ggml_backend_cpu_reg_alderlake();
 ggml_backend_reg_t ggml_backend_cpu_reg_skylakex();
@@ -38,35 +40,23 @@ struct Variant {
   bool (*runs)(const InstructionSets&);
 };
 
+bool Icelake(const InstructionSets& s) { return s.avx512 && s.avx512_vbmi && s.avx512_vnni; }
+bool Zen4(const InstructionSets& s) { return Icelake(s) && s.avx512_bf16; }
+
 constexpr Variant kVariants[] = {
-    {"haswell", ggml_backend_cpu_reg_haswell, [](const InstructionSets&) { return true; }},
+    {"sse42", ggml_backend_cpu_reg_sse42, [](const InstructionSets&) { return true; }},
+    {"haswell", ggml_backend_cpu_reg_haswell, [](const InstructionSets& s) { return s.x86_64_v3; }},
     {"alderlake", ggml_backend_cpu_reg_alderlake,
      [](const InstructionSets& s) { return s.avx_vnni; }},
     {"skylakex", ggml_backend_cpu_reg_skylakex, [](const InstructionSets& s) { return s.avx512; }},
-    {"icelake", ggml_backend_cpu_reg_icelake,
-     [](const InstructionSets& s) { return s.avx512 && s.avx512_vbmi && s.avx512_vnni; }},
-    {"zen4", ggml_backend_cpu_reg_zen4,
-     [](const InstructionSets& s) {
-       return s.avx512 && s.avx512_vbmi && s.avx512_vnni && s.avx512_bf16;
-     }},
+    {"icelake", ggml_backend_cpu_reg_icelake, Icelake},
+    {"zen4", ggml_backend_cpu_reg_zen4, Zen4},
     {"sapphirerapids", ggml_backend_cpu_reg_sapphirerapids,
-     [](const InstructionSets& s) {
-       return s.avx512 && s.avx512_vbmi && s.avx512_vnni && s.avx512_bf16 && s.amx_int8;
-     }},
+     [](const InstructionSets& s) { return Zen4(s) && s.amx_int8; }},
 };
 
-constexpr uint64_t kAvxState = 0x6;
 constexpr uint64_t kAvx512State = 0xe0;
 constexpr uint64_t kAmxState = 0x60000;
-
-uint64_t SavedState() {
-  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
-  constexpr uint32_t kOsxsave = 1u << 27;
-  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kOsxsave) == 0) return 0;
-  uint32_t low = 0, high = 0;
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (uint64_t{high} << 32) | low;
-}
 
 // Linux gives a process the tiles' registers only on demand.
 bool MayUseTiles() {
@@ -93,11 +83,12 @@ std::vector<std::string> Runnable(const InstructionSets& host) {
 
 InstructionSets HostInstructionSets() {
   InstructionSets sets;
+  const CpuFeatures features = HostCpuFeatures();
+  const uint64_t state = features.xcr0;
+  sets.x86_64_v3 = MissingFromLevel(features, CpuLevel::kV3) == nullptr;
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return sets;
-  const uint64_t state = SavedState();
-  const bool avx = (state & kAvxState) == kAvxState;
-  const bool avx512 = avx && (state & kAvx512State) == kAvx512State;
+  if (!sets.x86_64_v3 || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return sets;
+  const bool avx512 = (state & kAvx512State) == kAvx512State;
   const uint32_t subleaves = eax;
   sets.avx512 =
       avx512 && Bit(ebx, 16) && Bit(ebx, 17) && Bit(ebx, 28) && Bit(ebx, 30) && Bit(ebx, 31);
@@ -105,7 +96,7 @@ InstructionSets HostInstructionSets() {
   sets.avx512_vnni = avx512 && Bit(ecx, 11);
   sets.amx_int8 = (state & kAmxState) == kAmxState && Bit(edx, 24) && Bit(edx, 25) && MayUseTiles();
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0) {
-    sets.avx_vnni = avx && Bit(eax, 4);
+    sets.avx_vnni = Bit(eax, 4);
     sets.avx512_bf16 = avx512 && Bit(eax, 5);
   }
   return sets;

@@ -21,9 +21,11 @@
 
 namespace meshnet::llama_cpp {
 
-// Instruction sets beyond x86-64-v3 that variants are compiled for. True means that the CPU has
-// them and the operating system saves their registers.
+// Instruction sets beyond x86-64-v2 that variants are compiled for. True means that the CPU has
+// them and the operating system saves their registers. What comes after x86_64_v3 is only looked
+// for where that is there.
 struct InstructionSets {
+  bool x86_64_v3 = false;  // AVX, AVX2, BMI1, BMI2, F16C, FMA, LZCNT, MOVBE
   bool avx_vnni = false;
   bool avx512 = false;  // F, CD, VL, DQ and BW
   bool avx512_vbmi = false;

@@ -9,23 +9,36 @@ load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain", "use_c
 load("@rules_cc//cc:defs.bzl", "cc_library")
 load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 
-_AVX512 = [
-    "avx512f",
-    "avx512cd",
-    "avx512vl",
-    "avx512dq",
-    "avx512bw",
+_V3 = ["-march=x86-64-v3"]
+
+_AVX512 = _V3 + [
+    "-mavx512f",
+    "-mavx512cd",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bw",
 ]
 
-# Instruction sets beyond x86-64-v3, with the names that upstream gives to the variants. From the plainest to the best.
+_ICELAKE = _AVX512 + [
+    "-mavx512vbmi",
+    "-mavx512vnni",
+]
+
+_ZEN4 = _ICELAKE + ["-mavx512bf16"]
+
+# Compiler flags with the names that upstream gives to the variants. From the plainest to the best.
 # third_party/llama_cpp/cpu_backend.cc tells which CPU can run which: change both.
 CPU_VARIANTS = {
-    "haswell": [],
-    "alderlake": ["avxvnni"],
+    "sse42": ["-march=x86-64-v2"],
+    "haswell": _V3,
+    "alderlake": _V3 + ["-mavxvnni"],
     "skylakex": _AVX512,
-    "icelake": _AVX512 + ["avx512vbmi", "avx512vnni"],
-    "zen4": _AVX512 + ["avx512vbmi", "avx512vnni", "avx512bf16"],
-    "sapphirerapids": _AVX512 + ["avx512vbmi", "avx512vnni", "avx512bf16", "amx-tile", "amx-int8"],
+    "icelake": _ICELAKE,
+    "zen4": _ZEN4,
+    "sapphirerapids": _ZEN4 + [
+        "-mamx-tile",
+        "-mamx-int8",
+    ],
 }
 
 _ENTRY = "ggml_backend_cpu_reg"
@@ -87,6 +100,8 @@ _isolated_object = rule(
 def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
     """A library with every variant of ggml's CPU backend; entry points are ggml_backend_cpu_reg_VARIANT.
 
+    NAME_objects are the variants' isolated objects, NAME_VARIANT.o.
+
     Args:
       name: name of the library.
       srcs: sources of one CPU backend.
@@ -96,11 +111,11 @@ def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
       **kwargs: as for cc_library.
     """
     objects = []
-    for variant, features in CPU_VARIANTS.items():
+    for variant, flags in CPU_VARIANTS.items():
         cc_library(
             name = "%s_%s_plain" % (name, variant),
             srcs = srcs,
-            copts = copts + ["-m" + feature for feature in features],
+            copts = copts + flags,
             implementation_deps = header_deps,
             linkstatic = True,
             visibility = ["//visibility:private"],
@@ -113,6 +128,11 @@ def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
             visibility = ["//visibility:private"],
         )
         objects.append(":%s_%s" % (name, variant))
+    native.filegroup(
+        name = name + "_objects",
+        srcs = objects,
+        visibility = ["@@//cc/worker:__pkg__"],
+    )
     cc_library(
         name = name,
         srcs = objects,

@@ -11,21 +11,30 @@ namespace {
 enum class Register { kLeaf1Ecx, kLeaf7Ebx, kExtendedEcx };
 
 struct Feature {
+  CpuLevel level;  // the first that has it
   const char* name;
   Register where;
   int bit;
 };
 
-// x86-64-v2 and x86-64-v3 of the x86-64 psABI; v1 is what any x86-64 has.
+// As the x86-64 psABI lists them; v1 is what any x86-64 has.
 constexpr Feature kFeatures[] = {
-    {"sse3", Register::kLeaf1Ecx, 0},         {"ssse3", Register::kLeaf1Ecx, 9},
-    {"cx16", Register::kLeaf1Ecx, 13},        {"sse4.1", Register::kLeaf1Ecx, 19},
-    {"sse4.2", Register::kLeaf1Ecx, 20},      {"popcnt", Register::kLeaf1Ecx, 23},
-    {"lahf-sahf", Register::kExtendedEcx, 0}, {"fma", Register::kLeaf1Ecx, 12},
-    {"movbe", Register::kLeaf1Ecx, 22},       {"osxsave", Register::kLeaf1Ecx, 27},
-    {"avx", Register::kLeaf1Ecx, 28},         {"f16c", Register::kLeaf1Ecx, 29},
-    {"lzcnt", Register::kExtendedEcx, 5},     {"bmi1", Register::kLeaf7Ebx, 3},
-    {"avx2", Register::kLeaf7Ebx, 5},         {"bmi2", Register::kLeaf7Ebx, 8},
+    {CpuLevel::kV2, "sse3", Register::kLeaf1Ecx, 0},
+    {CpuLevel::kV2, "ssse3", Register::kLeaf1Ecx, 9},
+    {CpuLevel::kV2, "cx16", Register::kLeaf1Ecx, 13},
+    {CpuLevel::kV2, "sse4.1", Register::kLeaf1Ecx, 19},
+    {CpuLevel::kV2, "sse4.2", Register::kLeaf1Ecx, 20},
+    {CpuLevel::kV2, "popcnt", Register::kLeaf1Ecx, 23},
+    {CpuLevel::kV2, "lahf-sahf", Register::kExtendedEcx, 0},
+    {CpuLevel::kV3, "fma", Register::kLeaf1Ecx, 12},
+    {CpuLevel::kV3, "movbe", Register::kLeaf1Ecx, 22},
+    {CpuLevel::kV3, "osxsave", Register::kLeaf1Ecx, 27},
+    {CpuLevel::kV3, "avx", Register::kLeaf1Ecx, 28},
+    {CpuLevel::kV3, "f16c", Register::kLeaf1Ecx, 29},
+    {CpuLevel::kV3, "lzcnt", Register::kExtendedEcx, 5},
+    {CpuLevel::kV3, "bmi1", Register::kLeaf7Ebx, 3},
+    {CpuLevel::kV3, "avx2", Register::kLeaf7Ebx, 5},
+    {CpuLevel::kV3, "bmi2", Register::kLeaf7Ebx, 8},
 };
 
 // The operating system must save the SSE and AVX registers, or AVX instructions fault.
@@ -39,12 +48,11 @@ constexpr uint64_t kAvxState = 0x6;
 [[maybe_unused]] void RefuseOldCpu() {
   const char* const missing = MissingFromBaseline(HostCpuFeatures());
   if (missing == nullptr) return;
-  Say("meshnet: this program needs a CPU of level x86-64-v3 (AVX2, BMI2, FMA; Intel Haswell or AMD "
-      "Excavator and later); "
-      "this one has no ");
+  Say("meshnet: this program needs a CPU of level ");
+  Say(kCpuBaseline);
+  Say(" (SSE4.2, POPCNT; Intel Nehalem or AMD Bulldozer and later); this one has no ");
   Say(missing);
-  Say(".\nRun it on another machine, or build it for this one: change -march in "
-      "bazel/toolchain/BUILD.bazel.\n");
+  Say(".\nRun it on another machine.\n");
   _exit(kCpuBaselineExitCode);
 }
 
@@ -54,8 +62,9 @@ __attribute__((section(".preinit_array"), used)) void (*const refuse_old_cpu)() 
 
 }  // namespace
 
-const char* MissingFromBaseline(const CpuFeatures& features) {
+const char* MissingFromLevel(const CpuFeatures& features, CpuLevel level) {
   for (const Feature& feature : kFeatures) {
+    if (feature.level > level) continue;
     uint32_t value = 0;
     switch (feature.where) {
       case Register::kLeaf1Ecx:
@@ -70,7 +79,7 @@ const char* MissingFromBaseline(const CpuFeatures& features) {
     }
     if ((value >> feature.bit & 1u) == 0) return feature.name;
   }
-  if ((features.xcr0 & kAvxState) != kAvxState)
+  if (level >= CpuLevel::kV3 && (features.xcr0 & kAvxState) != kAvxState)
     return "avx (the operating system does not save its registers)";
   return nullptr;
 }

@@ -1,5 +1,5 @@
 // Refuses to start on a CPU without the instructions that our programs are compiled for
-// (x86-64-v3).
+// (x86-64-v2), and tells which level of the x86-64 psABI a CPU has.
 //
 // Programs link //cc/common/cpu_baseline (meshnet_cc_binary does so by itself). A .preinit_array
 // entry then checks the CPU before any constructor or main() runs, and ends the process with exit
@@ -27,8 +27,20 @@ inline constexpr int kCpuBaselineExitCode = 78;
 // Features of the running CPU.
 CpuFeatures HostCpuFeatures();
 
-// Name of the first feature of x86-64-v3 that is missing, or null if all are there.
-const char* MissingFromBaseline(const CpuFeatures& features);
+// Levels of the x86-64 psABI above the one that any x86-64 has.
+enum class CpuLevel { kV2, kV3 };
+
+// What the toolchain compiles for, as its -march names it.
+inline constexpr CpuLevel kCpuBaselineLevel = CpuLevel::kV2;
+inline constexpr char kCpuBaseline[] = "x86-64-v2";
+
+// Name of the first feature of `level` that is missing, or null if all are there.
+const char* MissingFromLevel(const CpuFeatures& features, CpuLevel level);
+
+// Name of the first feature of the baseline that is missing, or null if all are there.
+inline const char* MissingFromBaseline(const CpuFeatures& features) {
+  return MissingFromLevel(features, kCpuBaselineLevel);
+}
 
 }  // namespace meshnet
 

@@ -19,6 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "cc/common/cpu_baseline/cpu_baseline.h"
 #include "cc/common/status.h"
 #include "cc/shard_engine/grammar/grammar.h"
 #include "cc/shard_engine/llama/artifact.h"
@@ -872,8 +873,8 @@ std::string BuildOptions(const Device& device) {
 #else
   constexpr absl::string_view kCompiler = "gcc";
 #endif
-  return absl::StrCat(kCompiler, " ", __VERSION__, " ", llama_cpp::kKernelOptions,
-                      device.has_value() ? " " : "",
+  return absl::StrCat(kCompiler, " ", __VERSION__, " -march=", kCpuBaseline, " ",
+                      llama_cpp::kKernelOptions, device.has_value() ? " " : "",
                       device.has_value() ? llama_cpp::AcceleratorBuild() : "");
 }
 
