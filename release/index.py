@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", required=True, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--artifact", type=pathlib.Path, action="append", required=True, help=argparse.SUPPRESS
+        "--artifacts", type=pathlib.Path, nargs="+", required=True, help=argparse.SUPPRESS
     )
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--key", type=pathlib.Path, help="private Ed25519 key in PEM")
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     # `bazel run` starts programs in its own folder.
     here = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
     if options.index_only:
-        options.out.write_bytes(index(options.version, options.artifact, None))
+        options.out.write_bytes(index(options.version, options.artifacts, None))
         return 0
     out = here / options.out
     try:
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     except ControlError as error:
         sys.stderr.write(f"publish: {error}\n")
         return 1
-    publish(options.version, options.artifact, out, key)
+    publish(options.version, options.artifacts, out, key)
     state = f"signed by {key.key_id}" if key else "UNSIGNED (give --key to sign it)"
-    sys.stdout.write(f"{out}: {len(options.artifact)} artifacts, index {state}\n")
+    sys.stdout.write(f"{out}: {len(options.artifacts)} artifacts, index {state}\n")
     return 0
 
 

@@ -5,6 +5,7 @@
 #   ./install.sh --system                          for the machine, into /opt and /usr/local/bin (as root)
 #   ./install.sh --prefix DIR                      into DIR (DIR/bin, DIR/share/meshnet-worker)
 #   ./install.sh --from TARBALL --index index.json --key release.key.pub     checks the signature (openssl 3) and the hash
+#   ./install.sh --libraries DIR                   where a GPU lane's libraries are (libcublas.so.13), if the system's linker knows none
 #   ./install.sh --rollback                        the version before this one, if there is one
 #   ./install.sh --uninstall                       everything but configuration and data
 #
@@ -17,16 +18,16 @@ die() {
   exit 1
 }
 usage() {
-  sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit "$1"
 }
 
-action=install prefix='' system=no from='' index='' key=''
+action=install prefix='' system=no from='' index='' key='' libraries=''
 while (($#)); do
   case $1 in
     --system) system=yes ;;
     --rollback | --uninstall) action=${1#--} ;;
-    --prefix | --from | --index | --key)
+    --prefix | --from | --index | --key | --libraries)
       [[ -n ${2:-} ]] || usage 2 >&2
       printf -v "${1#--}" %s "$2"
       shift
@@ -51,6 +52,9 @@ else
   store=$prefix/share/meshnet-worker bin=$prefix/bin units=$prefix/share/systemd/user config=$prefix/etc/meshnet
 fi
 
+[[ -z $libraries || -d $libraries ]] || die "--libraries: there is no folder $libraries"
+[[ -z $libraries ]] || libraries=$(cd "$libraries" && pwd -P)
+
 # The value of a key of identity.json, which has one entry a line.
 identity() { # FOLDER KEY
   sed -n "s/^ *\"$2\": \"\(.*\)\",\{0,1\}$/\1/p" "$1/identity.json"
@@ -58,6 +62,39 @@ identity() { # FOLDER KEY
 
 at_least() { # VERSION WANTED
   [[ $(printf '%s\n' "$1" "$2" | sort -V | head -n 1) == "$2" ]]
+}
+
+has_library() { # NAME: whether the system's linker finds it
+  PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -qE "^[[:space:]]*${1//./[.]} "
+}
+
+check_driver() { # ACCELERATOR: names the driver that is missing
+  local version
+  case $1 in
+    cpu) ;;
+    cuda)
+      has_library libcuda.so.1 || die "driver: the cuda lane needs NVIDIA's driver 580 or later, there is no libcuda.so.1; install the driver"
+      version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || version=''
+      [[ -z $version ]] || at_least "$version" 580 ||
+        die "driver: the cuda lane needs NVIDIA's driver 580 or later, the machine has $version; install a newer one"
+      ;;
+    rocm)
+      [[ -e /dev/kfd ]] || die "driver: the rocm lane needs the kernel's amdgpu driver, there is no /dev/kfd; load it"
+      ;;
+    vulkan)
+      has_library libvulkan.so.1 || die "driver: the vulkan lane needs Vulkan's loader, there is no libvulkan.so.1; install libvulkan1"
+      [[ -n ${VK_DRIVER_FILES:-${VK_ICD_FILENAMES:-}} ]] || compgen -G '/usr/share/vulkan/icd.d/*.json' >/dev/null ||
+        compgen -G '/etc/vulkan/icd.d/*.json' >/dev/null ||
+        die "driver: the vulkan lane needs a Vulkan driver, none is listed in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d; install the GPU's"
+      ;;
+    *) die "lane: this installer knows no driver for $1" ;;
+  esac
+}
+
+check_libraries() { # FOLDER ACCELERATOR: names what the program is linked with and the machine lacks
+  local missing
+  missing=$(LD_LIBRARY_PATH=$libraries LD_TRACE_LOADED_OBJECTS=1 "$1/bin/meshnet-worker" | sed -n 's/^[[:space:]]*\([^ ]*\) => not found.*/\1/p' | paste -sd' ')
+  [[ -z $missing ]] || die "libraries: the $2 lane needs $missing; install them, or give their folder with --libraries"
 }
 
 flags_of() { # LEVEL: as /proc/cpuinfo names them
@@ -73,7 +110,6 @@ check_machine() { # FOLDER: names what does not fit
   [[ $(uname -s) == Linux && $os == linux ]] || die "lane: this release is for $os, the machine runs $(uname -s)"
   have=$(uname -m)
   [[ $have == "$cpu" ]] || die "lane: this release is for $cpu CPUs, the machine has a $have one"
-  [[ $accelerator == cpu ]] || die "lane: this installer knows no driver for $accelerator"
   glibc=$(identity "$1" glibc)
   have=$(getconf GNU_LIBC_VERSION 2>/dev/null || echo "none")
   at_least "${have##* }" "$glibc" || die "glibc: this release needs $glibc or later, the machine has ${have##* }; use a newer distribution"
@@ -83,13 +119,15 @@ check_machine() { # FOLDER: names what does not fit
   for flag in $(flags_of "$baseline"); do
     [[ $flags == *" $flag "* ]] || die "CPU: this release needs $baseline, this CPU has no $flag; use a newer machine"
   done
+  check_driver "$accelerator"
+  check_libraries "$1" "$accelerator"
 }
 
 check_content() { # FOLDER
   (cd "$1" && sha256sum --check --strict --quiet SHA256SUMS) >&2 || die "checksums: a file differs from SHA256SUMS; fetch the release again"
   # What is in the folder and in no list was not made by us.
   local extra
-  extra=$(cd "$1" && comm -13 <(sed 's/^[0-9a-f]*  //' SHA256SUMS | sort) <(find . -type f ! -path ./SHA256SUMS | sed 's,^\./,,' | sort))
+  extra=$(cd "$1" && comm -13 <(sed 's/^[0-9a-f]*  //' SHA256SUMS | sort) <(find . ! -type d ! -path ./SHA256SUMS | sed 's,^\./,,' | sort))
   [[ -z $extra ]] || die "checksums: SHA256SUMS does not list $extra"
 }
 
@@ -123,7 +161,7 @@ install() {
   [[ -f $content/identity.json && -f $content/SHA256SUMS ]] || die "$content is no unpacked release"
   check_content "$content"
   check_machine "$content"
-  "$content/bin/meshnet-worker" --version --json | cmp -s - "$content/identity.json" ||
+  LD_LIBRARY_PATH=$libraries "$content/bin/meshnet-worker" --version --json | cmp -s - "$content/identity.json" ||
     die "identity: the program does not say of itself what identity.json says; fetch the release again"
   version=$(identity "$content" version)
   name=$version-$(identity "$content" fingerprint | cut -c1-12)
@@ -131,6 +169,8 @@ install() {
   if [[ ! -d $store/versions/$name ]]; then
     rm -rf "$store/versions/$name.part"
     cp -R "$content" "$store/versions/$name.part"
+    # The program looks there before the system's places.
+    [[ -z $libraries ]] || ln -s "$libraries" "$store/versions/$name.part/lib"
     mv "$store/versions/$name.part" "$store/versions/$name"
   fi
   if [[ -L $store/current && $(readlink "$store/current") != versions/$name ]]; then
@@ -139,6 +179,8 @@ install() {
   link "versions/$name" "$store/current"
   link "$store/current/bin/meshnet-worker" "$bin/meshnet-worker"
   sed -e "s,@BIN@,$bin,g" -e "s,@STORE@,$store,g" -e "s,@CONFIG@,$config,g" "$content/meshnet-worker.service" >"$units/meshnet-worker.service"
+  # A GPU is a device of the machine's own.
+  [[ $(identity "$content" accelerator) == cpu ]] || sed -i 's/^PrivateDevices=yes$/PrivateDevices=no/' "$units/meshnet-worker.service"
   [[ -e $config/worker.flags ]] || cp "$content/worker.flags.sample" "$config/worker.flags"
   say "installed $name; the program is $bin/meshnet-worker, its flags are in $config/worker.flags"
 }

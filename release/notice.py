@@ -1,6 +1,7 @@
-"""NOTICE and software bill of materials of what we hand out, from third_party/deps.yaml.
+r"""NOTICE and software bill of materials of what we hand out, from third_party/deps.yaml.
 
-    notice --deps third_party/deps.yaml --product worker --version 0.1.0 --notice OUT --sbom OUT
+    notice --deps third_party/deps.yaml --product worker --lane cpu --version 0.1.0 \
+        --notice OUT --sbom OUT
 
 The bill is CycloneDX 1.6 as JSON. It holds no time and no random number: the same list gives the
 same bytes.
@@ -28,8 +29,10 @@ PRODUCTS: Mapping[str, tuple[str, frozenset[str]]] = {
 _OWN_LICENCE = "Apache-2.0"
 
 
-def components_of(dependencies: Sequence[Mapping[str, Any]], product: str) -> list[dict[str, Any]]:
-    """The entries of deps.yaml that are part of `product`, by name.
+def components_of(
+    dependencies: Sequence[Mapping[str, Any]], product: str, lane: str = "cpu"
+) -> list[dict[str, Any]]:
+    """The entries of deps.yaml that are part of `product` as it is built for a lane, by name.
 
     Raises ValueError for an entry that says not what it is for, or under which licence.
     """
@@ -41,7 +44,8 @@ def components_of(dependencies: Sequence[Mapping[str, Any]], product: str) -> li
     chosen = [
         dict(entry)
         for entry in dependencies
-        if entry["use"] == "program" and entry["source"] in sources
+        if (entry["use"] == "program" and entry["source"] in sources)
+        or (product == "worker" and lane in entry.get("lanes", ()))
     ]
     return sorted(chosen, key=lambda entry: str(entry["name"]).lower())
 
@@ -83,6 +87,11 @@ def _purl(entry: Mapping[str, Any]) -> str:
         return f"pkg:pypi/{str(entry['name']).lower()}@{version}"
     if entry["source"] == "debian":
         return f"pkg:deb/debian/{entry['packages'][0]}?distro=bookworm"
+    if entry["source"] == "sdk":
+        package = str(entry["packages"][0])
+        if package.startswith("nvidia-"):
+            return f"pkg:pypi/{package}@{version}"
+        return f"pkg:deb/debian/{package}@{version}?distro=forky"
     path = str(entry["url"]).removeprefix("https://github.com/")
     return f"pkg:github/{path}@{version}"
 
@@ -129,12 +138,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="notice", description=__doc__)
     parser.add_argument("--deps", type=pathlib.Path, required=True)
     parser.add_argument("--product", choices=sorted(PRODUCTS), required=True)
+    parser.add_argument("--lane", default="cpu")
     parser.add_argument("--version", required=True)
     parser.add_argument("--notice", type=pathlib.Path, required=True)
     parser.add_argument("--sbom", type=pathlib.Path, required=True)
     options = parser.parse_args(arguments)
     dependencies = yaml.safe_load(options.deps.read_text("utf-8"))
-    components = components_of(dependencies, options.product)
+    components = components_of(dependencies, options.product, options.lane)
     options.notice.write_text(notice(components, options.product, options.version), "utf-8")
     options.sbom.write_text(sbom(components, options.product, options.version), "utf-8")
     return 0

@@ -77,11 +77,11 @@ def package(folder: pathlib.Path, machine: int) -> dict[str, bytes]:
         folder,
         machine,
     )
-    artifacts = ["--artifact", "x.tar.gz", "--artifact", "x.whl"]
-    order = artifacts if machine == 0 else [*artifacts[2:], *artifacts[:2]]
+    artifacts = ["x.tar.gz", "x.whl"]
+    order = artifacts if machine == 0 else artifacts[::-1]
     run(
         "indexer",
-        ["--index_only", "--out", "index.json", "--version", "1.2.3", *order],
+        ["--index_only", "--out", "index.json", "--version", "1.2.3", "--artifacts", *order],
         folder,
         machine,
     )

@@ -32,6 +32,7 @@ def _licence_texts_impl(ctx):
     out = ctx.actions.declare_directory(ctx.label.name)
     args = ctx.actions.args()
     args.add("--deps", ctx.file.deps_yaml)
+    args.add("--lane", ctx.attr.lane)
     args.add("--out", out.path)
     args.add_all(["%s=%s" % (name, file.path) for file, name in [(target.files.to_list()[0], name) for target, name in ctx.attr.more.items()]])
     ctx.actions.run(
@@ -47,6 +48,7 @@ licence_texts = rule(
     implementation = _licence_texts_impl,
     attrs = {
         "deps_yaml": attr.label(mandatory = True, allow_single_file = True),
+        "lane": attr.string(mandatory = True),
         "more": attr.label_keyed_string_dict(allow_files = True, doc = "Further texts, and their names."),
         "_tool": attr.label(default = "//release:licences", executable = True, cfg = "exec"),
     },

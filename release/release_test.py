@@ -4,15 +4,17 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Mapping
 
 import pytest
 from meshnet.signing import SigningKey
 
-from release import index
+from release import index, pack
 
 TARBALL = pathlib.Path(os.environ["TARBALL"]).absolute()
 WHEEL = pathlib.Path(os.environ["WHEEL"]).absolute()
@@ -106,69 +108,203 @@ def test_a_worker_refuses_another_ones_identity(
     assert ended.returncode == code, ended.stderr
 
 
+def changed(
+    unpacked: pathlib.Path, folder: pathlib.Path, changes: Mapping[str, bytes]
+) -> pathlib.Path:
+    """The unpacked release with some files replaced, whole in itself."""
+    made = folder / "changed"
+    shutil.copytree(unpacked, made, copy_function=os.link)
+    for name, content in changes.items():
+        mode = (made / name).stat().st_mode
+        (made / name).unlink()
+        (made / name).write_bytes(content)
+        (made / name).chmod(mode)
+    sums = made / pack.SUMS
+    names = [line.partition("  ")[2] for line in sums.read_text().splitlines()]
+    sums.unlink()
+    sums.write_text(
+        "".join(f"{hashlib.sha256((made / n).read_bytes()).hexdigest()}  {n}\n" for n in names)
+    )
+    return made
+
+
+def replaced(file: pathlib.Path, old: str, new: str) -> bytes:
+    content = file.read_bytes()
+    assert old.encode() in content
+    return content.replace(old.encode(), new.encode())
+
+
+def stand_in_for_the_next_release(unpacked: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A release with a script in the worker's place, which says that it is a later version."""
+    identity = json.loads((unpacked / "identity.json").read_text())
+    identity |= {"version": f"9.{identity['version']}", "fingerprint": "f" * 64}
+    script = b'#!/bin/sh\nexec cat "$(dirname "$(readlink -f "$0")")/../identity.json"\n'
+    return changed(
+        unpacked,
+        folder,
+        {
+            "bin/meshnet-worker": script,
+            "identity.json": (json.dumps(identity, indent=2) + "\n").encode(),
+        },
+    )
+
+
 def test_installed_upgraded_rolled_back_and_removed(
     unpacked: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     home = tmp_path / "home"
-    prefix = str(home / "with space")
-    first = install(unpacked, "--prefix", prefix)
+    prefix = home / "with space"
+    place = ("--prefix", str(prefix))
+    program = prefix / "bin/meshnet-worker"
+    flags = prefix / "etc/meshnet/worker.flags"
+
+    def identity() -> dict[str, str]:
+        said = subprocess.run([program, "--version", "--json"], capture_output=True, check=True)
+        loaded = json.loads(said.stdout)
+        assert isinstance(loaded, dict)
+        return loaded
+
+    first = install(unpacked, *place)
     assert first.returncode == 0, first.stderr
-    program = home / "with space/bin/meshnet-worker"
-    flags = home / "with space/etc/meshnet/worker.flags"
-    subprocess.run([program, "--version"], check=True, capture_output=True)
-    unit = (home / "with space/share/systemd/user/meshnet-worker.service").read_text()
+    old = identity()
+    unit = (prefix / "share/systemd/user/meshnet-worker.service").read_text()
     assert f"--flagfile={flags}" in unit
     assert "@" not in unit.split("[Unit]")[1]
     flags.write_text("--engine=fake\n")
-    assert install(unpacked, "--prefix", prefix, "--rollback").returncode == 1
-    # The same again changes nothing, and another one lies beside it.
-    assert install(unpacked, "--prefix", prefix).returncode == 0
-    store = home / "with space/share/meshnet-worker"
-    current = (store / "current").readlink()
+    data = prefix / "share/models/model.gguf"
+    data.parent.mkdir()
+    data.write_bytes(b"GGUF")
+    assert "no earlier version" in install(unpacked, *place, "--rollback").stderr
+    # The same again changes nothing.
+    assert install(unpacked, *place).returncode == 0
+    store = prefix / "share/meshnet-worker"
     assert not (store / "previous").exists()
-    other = store / "versions/0.0.1-other"
-    shutil.copytree(store / current, other)
-    (store / "current").unlink()
-    (store / "current").symlink_to("versions/0.0.1-other")
-    assert install(unpacked, "--prefix", prefix).returncode == 0
-    assert (store / "current").readlink() == current
-    assert install(unpacked, "--prefix", prefix, "--rollback").returncode == 0
-    assert (store / "current").readlink() == pathlib.Path("versions/0.0.1-other")
-    assert install(unpacked, "--prefix", prefix, "--rollback").returncode == 0
-    assert (store / "current").readlink() == current
+    assert len(list((store / "versions").iterdir())) == 1
+
+    upgraded = install(stand_in_for_the_next_release(unpacked, tmp_path), *place)
+    assert upgraded.returncode == 0, upgraded.stderr
+    new = identity()
+    assert new["version"] != old["version"]
+    assert new["fingerprint"] != old["fingerprint"]
+    # Both lie there, and each can be gone back to.
+    assert sorted(path.name for path in (store / "versions").iterdir()) == sorted(
+        f"{one['version']}-{one['fingerprint'][:12]}" for one in (old, new)
+    )
+    assert install(unpacked, *place, "--rollback").returncode == 0
+    assert identity() == old
+    assert install(unpacked, *place, "--rollback").returncode == 0
+    assert identity() == new
     assert flags.read_text() == "--engine=fake\n"
-    assert install(unpacked, "--prefix", prefix, "--uninstall").returncode == 0
+    assert install(unpacked, *place, "--uninstall").returncode == 0
     left = [path for path in home.rglob("*") if not path.is_dir()]
-    assert left == [flags]
-    assert install(unpacked, "--prefix", prefix, "--uninstall").returncode == 1
+    assert sorted(left) == sorted([flags, data])
+    assert install(unpacked, *place, "--uninstall").returncode == 1
+
+
+def fake_programs(folder: pathlib.Path, **prints: str) -> str:
+    """A PATH with stand-ins for programs of the machine, which print what another's would."""
+    made = folder / f"fake_{len(list(folder.iterdir()))}"
+    made.mkdir()
+    for name, text in prints.items():
+        script = made / name.replace("_", "-")
+        # uname is asked for the system and for the CPU.
+        script.write_text(f'#!/bin/sh\nif [ "$1" = -s ]; then echo Linux; else echo "{text}"; fi\n')
+        script.chmod(0o755)
+    return f"{made}:/usr/bin:/bin"
 
 
 def test_refuses_machines_that_do_not_fit(unpacked: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    def with_program(name: str, prints: str) -> str:
-        folder = tmp_path / f"{name}{len(prints)}"
-        folder.mkdir(exist_ok=True)
-        script = folder / name
-        script.write_text(
-            f'#!/bin/sh\nif [ "$1" = -s ]; then echo Linux; else echo "{prints}"; fi\n'
-        )
-        script.chmod(0o755)
-        return f"{folder}:/usr/bin:/bin"
-
     target = ("--prefix", str(tmp_path / "target"))
-    refused = install(unpacked, *target, PATH=with_program("uname", "aarch64"))
+    refused = install(unpacked, *target, PATH=fake_programs(tmp_path, uname="aarch64"))
     assert refused.returncode == 1
     assert "lane: this release is for x86_64 CPUs, the machine has a aarch64 one" in refused.stderr
-    refused = install(unpacked, *target, PATH=with_program("getconf", "glibc 2.31"))
+    refused = install(unpacked, *target, PATH=fake_programs(tmp_path, getconf="glibc 2.31"))
     assert refused.returncode == 1
     assert "glibc: this release needs 2.36 or later, the machine has 2.31" in refused.stderr
-    baseline = json.loads((unpacked / "identity.json").read_text())["toolchain"]["baseline"]
-    assert baseline in ("x86-64-v2", "x86-64-v3")
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu cx16 lahf_lm pni popcnt sse4_1 ssse3\n")
     refused = install(unpacked, *target, MESHNET_CPUINFO=str(cpuinfo))
     assert refused.returncode == 1
-    assert f"CPU: this release needs {baseline}, this CPU has no sse4_2" in refused.stderr
+    assert "CPU: this release needs x86-64-v2, this CPU has no sse4_2" in refused.stderr
+    cpuinfo.write_text(cpuinfo.read_text().strip() + " sse4_2\n")
+    assert install(unpacked, *target, MESHNET_CPUINFO=str(cpuinfo)).returncode == 0
+
+
+_NVIDIA = "libcuda.so.1 (libc6,x86-64) => /lib/libcuda.so.1"
+_VULKAN = "libvulkan.so.1 (libc6,x86-64) => /lib/libvulkan.so.1"
+_OTHER_PROGRAM = "identity: the program does not say of itself what identity.json says"
+
+
+@pytest.mark.parametrize(
+    ("lane", "machine", "variables", "said"),
+    [
+        (
+            *("cuda", {"ldconfig": ""}, {}),
+            "driver: the cuda lane needs NVIDIA's driver 580 or later, there is no libcuda.so.1",
+        ),
+        (
+            *("cuda", {"ldconfig": _NVIDIA, "nvidia_smi": "570.133.20"}, {}),
+            "driver: the cuda lane needs NVIDIA's driver 580 or later, the machine has 570.133.20",
+        ),
+        ("cuda", {"ldconfig": _NVIDIA, "nvidia_smi": "580.65.06"}, {}, _OTHER_PROGRAM),
+        (
+            *("rocm", {}, {}),
+            "driver: the rocm lane needs the kernel's amdgpu driver, there is no /dev/kfd",
+        ),
+        (
+            *("vulkan", {"ldconfig": ""}, {}),
+            "driver: the vulkan lane needs Vulkan's loader, there is no libvulkan.so.1",
+        ),
+        ("vulkan", {"ldconfig": _VULKAN}, {"VK_DRIVER_FILES": "/x.json"}, _OTHER_PROGRAM),
+        ("tpu", {}, {}, "lane: this installer knows no driver for tpu"),
+    ],
+)
+def test_refuses_a_lane_without_its_driver(
+    unpacked: pathlib.Path,
+    tmp_path: pathlib.Path,
+    lane: str,
+    machine: dict[str, str],
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    # The program is the cpu lane's: a machine that has the driver refuses it for that.
+    file = "identity.json"
+    other = replaced(unpacked / file, '"accelerator": "cpu"', f'"accelerator": "{lane}"')
+    refused = install(
+        changed(unpacked, tmp_path, {file: other}),
+        *("--prefix", str(tmp_path / "target")),
+        PATH=fake_programs(tmp_path, **machine),
+        **variables,
+    )
+    assert refused.returncode == 1
+    assert said in refused.stderr
     assert not (tmp_path / "target").exists()
+
+
+def test_refuses_a_program_whose_libraries_are_missing(
+    unpacked: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    # Linked with libm.so.6 under a name that no machine has, as a GPU's with those of its SDK.
+    file = "bin/meshnet-worker"
+    other = replaced(unpacked / file, "\0libm.so.6\0", "\0libq.so.6\0")
+    release = changed(unpacked, tmp_path, {file: other})
+    place = ("--prefix", str(tmp_path / "target"))
+    refused = install(release, *place)
+    assert refused.returncode == 1
+    assert "libraries: the cpu lane needs libq.so.6; install them, or give" in refused.stderr
+    libraries = tmp_path / "libraries"
+    refused = install(release, *place, "--libraries", str(libraries))
+    assert f"there is no folder {libraries}" in refused.stderr
+    assert not (tmp_path / "target").exists()
+    libraries.mkdir()
+    listed = subprocess.run(
+        ["ldd", unpacked / file], capture_output=True, text=True, check=True
+    ).stdout
+    (real,) = re.findall(r"libm[.]so[.]6 => (\S+)", listed)
+    (libraries / "libq.so.6").symlink_to(real)
+    accepted = install(release, *place, "--libraries", str(libraries))
+    assert accepted.returncode == 0, accepted.stderr
+    assert (tmp_path / "target/share/meshnet-worker/current/lib").readlink() == libraries
 
 
 def test_refuses_what_was_changed(unpacked: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -180,6 +316,9 @@ def test_refuses_what_was_changed(unpacked: pathlib.Path, tmp_path: pathlib.Path
     shutil.copyfile(unpacked / "NOTICE", copy / "NOTICE")
     (copy / "bin/extra").write_text("x")
     assert "checksums: SHA256SUMS does not list bin/extra" in install(copy, *target).stderr
+    (copy / "bin/extra").unlink()
+    (copy / "link").symlink_to("/etc/passwd")
+    assert "checksums: SHA256SUMS does not list link" in install(copy, *target).stderr
     assert not (tmp_path / "target").exists()
 
 

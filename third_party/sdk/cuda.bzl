@@ -8,6 +8,8 @@ for program in [*made.glob("bin/*"), *made.glob("nvvm/bin/*")]:
     if program.is_file():
         program.chmod(0o755)
 shutil.move(made, "cuda")
+(terms,) = pathlib.Path("wheels").glob("nvidia_cuda_runtime-*.dist-info/**/License.txt")
+shutil.move(terms, "licence.txt")
 shutil.rmtree("wheels")
 """
 

@@ -40,6 +40,7 @@ def test_entry_is_complete(entry: dict[str, Any]) -> None:
             "modules",
             "libraries",
             "copyright",
+            "lanes",
         }
     )
     assert all(isinstance(entry[field], str) and entry[field] for field in required)
