@@ -296,6 +296,11 @@ class Vocabulary:
             named_chat_templates=dict(message.named_chat_templates),
         )
 
+    @property
+    def control_tokens(self) -> tuple[SpecialToken, ...]:
+        """The special tokens that are no text: the line feed has a role, and is text."""
+        return tuple(token for token in self.special_tokens if token.role != "nl")
+
     def special_text(self, role: str) -> str:
         """The text of the special token with this role, empty when there is none."""
         for token in self.special_tokens:

@@ -23,7 +23,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to show, and the tokens whose text begins in it."""
+    """Text to show, and the tokens whose text begins in it.
+
+    The last of a choice may have tokens and no text: of a character that was not completed.
+    """
 
     text: str
     tokens: tuple[Token, ...]
@@ -60,10 +63,10 @@ class _Aligned:
         self._waiting.append((self._begun, token))
         self._begun += len(text)
 
-    def shown(self, text: str) -> tuple[Token, ...]:
+    def shown(self, text: str, *, last: bool = False) -> tuple[Token, ...]:
         self._shown += len(text)
         ready = []
-        while self._waiting and self._waiting[0][0] < self._shown:
+        while self._waiting and (last or self._waiting[0][0] < self._shown):
             ready.append(self._waiting.popleft()[1])
         return tuple(ready)
 
@@ -101,11 +104,15 @@ async def pieces_of(
                 await generation.request_cancel()
         elif isinstance(event, Finished):
             if not held.stopped:
+                rest = decoder.finish()
+                if event.reason is FinishReason.LENGTH:
+                    rest = ""  # more tokens would have completed the character
                 # What is left of an unfinished character may complete a stop string as well.
-                text, stopped = held.push(decoder.finish())
+                text, stopped = held.push(rest)
                 text += "" if stopped else held.finish()
-                if text:
-                    yield Piece(text, aligned.shown(text))
+                unseen = aligned.shown(text, last=True)
+                if text or unseen:
+                    yield Piece(text, unseen)
             yield Ended(_reason(event, held.stopped), event.prompt_tokens, count)
 
 

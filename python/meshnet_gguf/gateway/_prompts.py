@@ -247,7 +247,7 @@ async def tool_format(renderer: TemplateRenderer, vocabulary: Vocabulary) -> Too
 
     ends = [
         token.piece.decode("utf-8", "replace")
-        for token in vocabulary.special_tokens
+        for token in vocabulary.control_tokens
         if token.token_id in vocabulary.end_of_generation_ids
     ]
     return await find_format(render, ends=ends)

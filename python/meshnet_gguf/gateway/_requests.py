@@ -8,10 +8,11 @@ that nobody knows is UNKNOWN_FIELD; anything else that is wrong is FIELD_OUT_OF_
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
@@ -33,10 +34,30 @@ _MAX_STOPS = 16
 _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 _MAX_SEED = 2**32
+_MAX_DEPTH = 128
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 ShortText = Annotated[str, Field(max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what is nested so deep that whoever works on it would run out of stack."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"expected at most {_MAX_DEPTH} levels of objects and lists in each other")
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Body(BaseModel):
@@ -89,7 +110,7 @@ class Function(_Body):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -118,7 +139,7 @@ class JsonSchema(_Body):
 
     name: Name
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -189,8 +210,8 @@ class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -233,10 +254,10 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[str], Field(min_length=1, max_length=_MAX_CHOICES)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_CHOICES)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: TokenCount | None = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: TokenCount | None = None
     suffix: str | None = None
 
     @property
@@ -279,8 +300,10 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
 
 def _refusal(error: pydantic.ValidationError) -> RequestError:
     faults = error.errors(include_url=False, include_context=False)
+    # First what no field that is left away would mend, then fields that nobody knows.
+    other_parts = [fault for fault in faults if _is_other_part(fault)]
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
-    fault = (unknown or faults)[0]
+    fault = (other_parts or unknown or faults)[0]
     # The names of alternatives stand in the path as well; what the client wrote does not hold them.
     place = ".".join(
         str(part)
@@ -294,8 +317,7 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
             f"{place} is no field that this server knows; leave it away",
             place,
         )
-    is_part = isinstance(fault["input"], str) and "content" in fault["loc"]
-    if fault["type"] == "literal_error" and is_part and fault["loc"][-1] == "type":
+    if other_parts:
         return RequestError(
             errors_pb2.REASON_FEATURE_UNSUPPORTED,
             f"{place}: expected text as content, got {got}; this server reads text only",
@@ -304,6 +326,12 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
     return RequestError(
         errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, f"{place}: {fault['msg']}, got {got}", place
     )
+
+
+def _is_other_part(fault: Mapping[str, Any]) -> bool:
+    """Whether it is a part of a message's content that is no text, such as an image."""
+    is_part = isinstance(fault["input"], str) and "content" in fault["loc"]
+    return fault["type"] == "literal_error" and is_part and fault["loc"][-1] == "type"
 
 
 def _shortened(value: object) -> str:

@@ -46,6 +46,9 @@ __all__ = ["Answering", "Serving"]
 # What a model has said so far counts for OpenAI's penalties, as far as the sampler looks back.
 _PENALTY_TOKENS = 4096
 _QUEUED_PIECES = 64
+# No vocabulary has tokens that are longer on average: what is no prompt for the context in any case
+# is not worth a tokenizer's time, which others wait for.
+_TOKEN_BYTES = 256
 # A route that could not be opened is looked for once more: another may have taken its place.
 _ATTEMPTS = 2
 _OPEN_AGAIN_AFTER = frozenset(
@@ -114,7 +117,7 @@ class Answering:
         self._renewed = renewed
         self._text = text
         self._length = length
-        self._controls = frozenset(token.token_id for token in text.vocabulary.special_tokens)
+        self._controls = frozenset(token.token_id for token in text.vocabulary.control_tokens)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream: an empty one once the route has taken a choice, then its text.
@@ -494,6 +497,7 @@ class Serving:
                 form,
                 "" if use is None else use.beginning,
             )
+            _check_length(pieces, route)
             prompts = [
                 [
                     token_id
@@ -504,6 +508,7 @@ class Serving:
                 ]
             ]
         else:
+            _check_length([each for each in request.prompts if isinstance(each, str)], route)
             prompts = [
                 prompt
                 if isinstance(prompt, list)
@@ -555,6 +560,18 @@ def _json_schema(request: ChatRequest | CompletionRequest) -> str:
         return ""
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
     return json.dumps(schema)
+
+
+def _check_length(texts: Sequence[str], route: Route) -> None:
+    """Raises RequestError for text that is too long for the context, however it is tokenized."""
+    context = min(capability.context_tokens for capability in route.capabilities)
+    size = sum(len(text.encode()) for text in texts)
+    if size > _TOKEN_BYTES * context:
+        raise RequestError(
+            errors_pb2.REASON_CONTEXT_EXCEEDED,
+            f"expected a prompt of at most {context} tokens, got {size} bytes, which are more; "
+            "shorten it",
+        )
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:

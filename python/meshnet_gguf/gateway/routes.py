@@ -186,7 +186,7 @@ class ModelText:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.specials = SpecialTexts(
-            [token.piece.decode("utf-8", "replace") for token in vocabulary.special_tokens]
+            [token.piece.decode("utf-8", "replace") for token in vocabulary.control_tokens]
         )
         self._pieces: dict[int, bytes] = {}
         self._tokenizing = asyncio.Semaphore(_TOKENIZER_CALLS)
@@ -209,7 +209,7 @@ class ModelText:
         """The special tokens whose text stands in `text`, without those that end a generation."""
         return frozenset(
             token.token_id
-            for token in self.vocabulary.special_tokens
+            for token in self.vocabulary.control_tokens
             if token.token_id not in self.vocabulary.end_of_generation_ids
             and len(token.piece) > 1
             and token.piece.decode("utf-8", "replace") in text

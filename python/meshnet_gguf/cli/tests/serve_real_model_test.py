@@ -97,6 +97,13 @@ async def test_a_real_answer() -> None:
                     stream=True,
                 )
                 text = "".join([c.choices[0].delta.content or "" async for c in stream])
+                listed = await client.chat.completions.create(
+                    model=said["model"],
+                    messages=[{"role": "user", "content": "Name three planets."}],
+                    temperature=0,
+                    max_tokens=20,
+                )
+                assert (listed.choices[0].message.content or "").startswith("1. Mars\n2. Venus\n3.")
                 await call_a_tool(client, said["model"])
                 await take_two_turns(client, said["model"])
             assert "sky" in text.lower()

@@ -1,6 +1,8 @@
 """Stop strings, log-probabilities, seeds, choices, prompts of all kinds: what answers look like."""
 
 import asyncio
+import codecs
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +11,14 @@ import openai
 import pytest
 import pytest_asyncio
 from llm.default_plugins import openai_models
-from meshnet_gguf.client import ChatMessage, SamplingParams, Token
+from meshnet_gguf.client import (
+    ChatMessage,
+    SamplingParams,
+    SpecialToken,
+    Token,
+    Vocabulary,
+    WorkerClient,
+)
 from meshnet_gguf.testing.gateway import MODEL, FakeGateway, fake_gateway
 from openai.types import CompletionUsage
 
@@ -164,7 +173,35 @@ async def test_characters_that_tokens_split_never_show_as_broken_text(gateway: F
         SamplingParams(temperature=1.0, seed=3, logit_bias=dict.fromkeys("😀".encode(), 100.0)),
         60,
     )
-    assert whole == b"".join(token.piece for token in tokens).decode("utf-8", "replace")
+    text = b"".join(token.piece for token in tokens)
+    assert whole == codecs.getincrementaldecoder("utf-8")("replace").decode(text)
+
+
+async def test_a_character_that_the_last_token_begins_is_not_shown(gateway: FakeGateway) -> None:
+    """Its tokens count, and their log-probabilities are there."""
+    first = {str("é".encode()[0]): 100.0}
+    answer = await chat(gateway, logit_bias=first, max_tokens=1, logprobs=True)
+    assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("", 1)
+    assert [entry.bytes for entry in answer.choices[0].logprobs.content] == [[0xC3]]
+    stream = await chat(gateway, logit_bias=first, max_tokens=1, stream=True)
+    assert "".join([c.choices[0].delta.content or "" async for c in stream]) == ""
+
+
+async def test_the_line_feed_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies tell which token it is; that does not make it one that nobody may see."""
+    known = WorkerClient.vocabulary
+
+    async def vocabulary(self: WorkerClient) -> Vocabulary:
+        found = await known(self)
+        # The fake engine says no control characters: another byte has the role here.
+        feed = SpecialToken("nl", ord("b"), b"b")
+        return dataclasses.replace(found, special_tokens=(*found.special_tokens, feed))
+
+    monkeypatch.setattr(WorkerClient, "vocabulary", vocabulary)
+    async with fake_gateway(()) as gateway:
+        text = await text_of(gateway)
+        assert (len(text), set(text)) == (40, set("abcdefgh"))
+        assert await text_of(gateway, stop="b") == text[: text.index("b")]
 
 
 @pytest.mark.parametrize(

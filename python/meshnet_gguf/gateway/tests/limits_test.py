@@ -24,6 +24,13 @@ HELLO: dict[str, Any] = {
 SLOW = ("--fake_delay=3ms", "--context_tokens=100000")
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"not": value}
+    return value
+
+
 # One gateway for all tests that only ask it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,11 +63,30 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "UNKNOWN_FIELD",
-            "messages.0.content.0.image_url",
+            "FEATURE_UNSUPPORTED",
+            "messages.0.content.0.type",
         ),
         ({"max_tokens": 0}, "FIELD_OUT_OF_BOUNDS", "max_tokens"),
+        ({"max_tokens": 2**70}, "FIELD_OUT_OF_BOUNDS", "max_tokens"),
+        ({"max_tokens": 10**9}, "CONTEXT_EXCEEDED", None),
         ({"max_tokens": 5000}, "CONTEXT_EXCEEDED", None),
+        # Nobody's tokenizer is asked.
+        ({"messages": [{"role": "user", "content": "a" * 2**21}]}, "CONTEXT_EXCEEDED", None),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(900)}}]},
+            "FIELD_OUT_OF_BOUNDS",
+            "tools.0.function.parameters",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": nested(900)},
+                }
+            },
+            "FIELD_OUT_OF_BOUNDS",
+            "response_format.json_schema.schema",
+        ),
         ({"temperature": 2.5}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"temperature": float("nan")}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"top_p": 0}, "FIELD_OUT_OF_BOUNDS", "top_p"),
