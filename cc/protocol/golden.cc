@@ -13,10 +13,19 @@
 
 namespace meshnet {
 
+// Abseil has one with another signature in each of the versions that we build with.
+std::string BytesOfHex(absl::string_view digits) {
+  std::string bytes;
+  for (size_t i = 0; i + 1 < digits.size(); i += 2) {
+    bytes += static_cast<char>(std::stoi(std::string(digits.substr(i, 2)), nullptr, 16));
+  }
+  return bytes;
+}
+
 FrameExpectation FromGolden(const golden::Expectation& message) {
   FrameExpectation expectation;
   expectation.work_id = message.work_id();
-  expectation.session = {absl::HexStringToBytes(message.route_session_id()), message.route_epoch()};
+  expectation.session = {BytesOfHex(message.route_session_id()), message.route_epoch()};
   expectation.schema = message.streams() > 0
                            ? HyperConnectionSchema(message.streams(), message.n_embd())
                            : DenseResidualSchema(message.n_embd());
@@ -31,13 +40,13 @@ FrameExpectation FromGolden(const golden::Expectation& message) {
 absl::StatusOr<WireStep> FromGolden(const golden::Step& message, uint32_t vocabulary_size) {
   WireStep step;
   step.work_id = message.work_id();
-  step.session = {absl::HexStringToBytes(message.route_session_id()), message.route_epoch()};
+  step.session = {BytesOfHex(message.route_session_id()), message.route_epoch()};
   step.step = message.step();
   step.phase = message.phase() == v1::PHASE_DECODE ? Phase::kDecode : Phase::kPrefill;
   step.applied = {0, message.applied_end()};
   step.start_position = message.start_position();
   step.token_ids.assign(message.token_ids().begin(), message.token_ids().end());
-  const std::string residual = absl::HexStringToBytes(message.residual());
+  const std::string residual = BytesOfHex(message.residual());
   step.residual.resize(residual.size() / sizeof(float));
   if (!residual.empty()) std::memcpy(step.residual.data(), residual.data(), residual.size());
   step.output_rows =

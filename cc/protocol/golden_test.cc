@@ -55,7 +55,7 @@ TEST(GoldenTest, StepsAreEncodedByteForByteAndComeBack) {
     FrameAssembler assembler(expectation);
     std::optional<WireStep> got;
     for (int i = 0; i < c.frames_size(); ++i) {
-      const std::string bytes = absl::HexStringToBytes(c.frames(i));
+      const std::string bytes = BytesOfHex(c.frames(i));
       EXPECT_EQ(absl::BytesToHexString(frames[static_cast<size_t>(i)].SerializeAsString()),
                 c.frames(i));
       const absl::Status status = Feed(bytes, expectation.limits.max_frame_bytes, &assembler, &got);
@@ -80,8 +80,7 @@ TEST(GoldenTest, MalformedFramesAreRefusedForTheirReason) {
     absl::Status status;
     for (int i = 0; i < c.frames_size(); ++i) {
       ASSERT_TRUE(status.ok()) << "frame " << i - 1 << " was refused early: " << status;
-      status = Feed(absl::HexStringToBytes(c.frames(i)), expectation.limits.max_frame_bytes,
-                    &assembler, &step);
+      status = Feed(BytesOfHex(c.frames(i)), expectation.limits.max_frame_bytes, &assembler, &step);
     }
     if (c.finish()) {
       ASSERT_TRUE(status.ok()) << status;

@@ -141,8 +141,9 @@ absl::Status ValidateSampling(const SamplingParams& params, uint32_t vocabulary_
   if (params.top_logprobs > kMaxTopLogprobs) {
     return Invalid("top_logprobs", "[0, 20]", params.top_logprobs);
   }
-  for (const auto& [field, text] : {std::make_pair("grammar", &params.grammar),
-                                    std::make_pair("json_schema", &params.json_schema)}) {
+  const std::pair<const char*, const std::string*> texts[] = {{"grammar", &params.grammar},
+                                                              {"json_schema", &params.json_schema}};
+  for (const auto& [field, text] : texts) {
     if (text->size() > kMaxGrammarBytes) {
       return Invalid(field, absl::StrCat("[0, ", kMaxGrammarBytes, "] bytes"),
                      static_cast<double>(text->size()));

@@ -3,6 +3,7 @@
 #include "absl/base/attributes.h"
 #include "absl/base/const_init.h"
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "grpcpp/version_info.h"
@@ -10,6 +11,13 @@
 #if GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR < 65
 #define MESHNET_GRPC_LOGS_THROUGH_GPR
 #include "grpc/support/log.h"
+#else
+#include "absl/base/log_severity.h"
+#include "absl/log/globals.h"
+#include "absl/log/initialize.h"
+#include "absl/log/log_entry.h"
+#include "absl/log/log_sink.h"
+#include "absl/log/log_sink_registry.h"
 #endif
 
 namespace meshnet::worker {
@@ -29,15 +37,11 @@ std::optional<uint64_t> LineBudget::Take(absl::Time now) {
   return left_out;
 }
 
-#ifdef MESHNET_GRPC_LOGS_THROUGH_GPR
-
 namespace {
 
-// gRPC takes a function without a state of its own.
 ABSL_CONST_INIT absl::Mutex budget_mu(absl::kConstInit);
-const Logger* destination = nullptr;
 
-void LogLine(gpr_log_func_args* line) {
+void LogLine(const Logger& logger, absl::string_view message) {
   static LineBudget budget ABSL_GUARDED_BY(budget_mu)(20, absl::Minutes(1));
   std::optional<uint64_t> left_out;
   {
@@ -45,20 +49,56 @@ void LogLine(gpr_log_func_args* line) {
     left_out = budget.Take(absl::Now());
   }
   if (!left_out.has_value()) return;
-  destination->Log(Severity::kWarning, "grpc",
-                   {{"message", line->message}, {"left_out", *left_out}});
+  logger.Log(Severity::kWarning, "grpc", {{"message", message}, {"left_out", *left_out}});
 }
+
+}  // namespace
+
+#ifdef MESHNET_GRPC_LOGS_THROUGH_GPR
+
+namespace {
+
+// gRPC takes a function without a state of its own.
+const Logger* destination = nullptr;
 
 }  // namespace
 
 void LogGrpcTo(const Logger* logger) {
   destination = logger;
-  gpr_set_log_function(LogLine);
+  gpr_set_log_function([](gpr_log_func_args* line) { LogLine(*destination, line->message); });
 }
 
 #else
 
-void LogGrpcTo(const Logger*) {}
+namespace {
+
+class GrpcLines final : public absl::LogSink {
+ public:
+  explicit GrpcLines(const Logger* logger) : logger_(*logger) {}
+
+  void Send(const absl::LogEntry& entry) override {
+    if (entry.log_severity() == absl::LogSeverity::kFatal) {
+      // The last line of this process: no budget may leave it out.
+      logger_.Log(Severity::kError, "grpc", {{"message", entry.text_message()}});
+    } else if (entry.log_severity() >= absl::LogSeverity::kWarning) {
+      LogLine(logger_, entry.text_message());
+    }
+  }
+
+ private:
+  const Logger& logger_;
+};
+
+}  // namespace
+
+void LogGrpcTo(const Logger* logger) {
+  // Lines may come until the very end of the process.
+  static auto* const lines = new GrpcLines(logger);
+  absl::AddLogSink(lines);
+  absl::SetStderrThreshold(absl::LogSeverityAtLeast::kInfinity);
+  // Until then Abseil writes to stderr whatever the threshold is.
+  absl::InitializeLog();
+}
 
 #endif
 

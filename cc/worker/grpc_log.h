@@ -27,8 +27,8 @@ class LineBudget {
 };
 
 // From now on gRPC's lines go to `logger` as warnings {"event":"grpc","message":...}, a limited
-// number of them per minute. `logger` must live as long as the process. gRPC from 1.65 on logs
-// through absl/log instead, which this leaves as it is.
+// number of them per minute, and none to stderr. `logger` must live as long as the process. Call it
+// once: gRPC from 1.65 on logs through absl/log, which this sets up for the whole program.
 void LogGrpcTo(const Logger* logger);
 
 }  // namespace meshnet::worker

@@ -23,7 +23,7 @@ constexpr char kPublicPem[] =
     "-----BEGIN PUBLIC KEY-----\n"
     "MCowBQYDK2VwAyEAA6EHv/POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg=\n"
     "-----END PUBLIC KEY-----\n";
-constexpr char kKeyId[] = "56475aa75463474c0285df5dbf2bcab7";
+constexpr char kKeyId[] = "Vkdap1RjR0wChd9dvyvKtw==";
 constexpr char kGoldenToken[] =
     "CiAzMDMxMzIzMzM0MzUzNjM3MzgzOTYxNjI2MzY0NjU2NhAHGAEiAncxKNAP.Rsg8Y2g28gP63aaxzI3mX2H-"
     "v1QjfjfrhEeL3-KZwwLGM-dnvUES35A0yn_40EZFQWAuUrkjpkww2o8CtRMGDQ==.Vkdap1RjR0wChd9dvyvKtw==";
@@ -82,10 +82,8 @@ class RouteTokensTest : public ::testing::Test {
   }
 
   std::string Signed(const std::string& content, const std::string& purpose) const {
-    std::string key_id = absl::HexStringToBytes(kKeyId);
     return absl::StrCat(absl::WebSafeBase64Escape(content), ".",
-                        absl::WebSafeBase64Escape(signer_.Sign(purpose + content)), ".",
-                        absl::WebSafeBase64Escape(key_id));
+                        absl::WebSafeBase64Escape(signer_.Sign(purpose + content)), ".", kKeyId);
   }
 
   v1::Reason Authorize(const std::string& token, absl::string_view action = "Seam",

@@ -6,6 +6,7 @@
 #include <openssl/x509.h>
 
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <utility>
 
@@ -17,6 +18,7 @@
 #include "cc/common/status.h"
 #include "grpc/grpc.h"
 #include "grpc/grpc_security.h"
+#include "grpcpp/version_info.h"
 
 namespace meshnet::worker {
 namespace {
@@ -92,39 +94,63 @@ absl::Status CheckPair(const TlsPaths& paths, const TlsPems& pems) {
   return absl::OkStatus();
 }
 
+// What gRPC asks for the certificate at every handshake, one at a time.
+class CertificateSource {
+ public:
+  explicit CertificateSource(std::shared_ptr<TlsFiles> files) : files_(std::move(files)) {}
+
+  // Credentials that must not outlive this object.
+  grpc_server_credentials* MakeCredentials() {
+    return grpc_ssl_server_credentials_create_with_options(
+        grpc_ssl_server_credentials_create_options_using_config_fetcher(
+            GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY, &Fetch, this));
+  }
+
+ private:
+  static grpc_ssl_certificate_config_reload_status Fetch(
+      void* self, grpc_ssl_server_certificate_config** config) {
+    auto* const source = static_cast<CertificateSource*>(self);
+    const std::shared_ptr<const TlsPems> pems = source->files_->Current();
+    if (pems == source->used_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
+    const grpc_ssl_pem_key_cert_pair pair = {pems->key.c_str(), pems->certificate.c_str()};
+    *config = grpc_ssl_server_certificate_config_create(pems->authorities.c_str(), &pair, 1);
+    source->used_ = pems;
+    return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
+  }
+
+  const std::shared_ptr<TlsFiles> files_;
+  std::shared_ptr<const TlsPems> used_;
+};
+
 // gRPC's C++ interface knows no credentials that change; its C interface does.
 class ReloadingServerCredentials final : public grpc::ServerCredentials {
  public:
-  explicit ReloadingServerCredentials(std::shared_ptr<TlsFiles> files) : files_(std::move(files)) {
-    grpc_ssl_server_credentials_options* const options =
-        grpc_ssl_server_credentials_create_options_using_config_fetcher(
-            GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY, &Fetch, this);
-    credentials_ = grpc_ssl_server_credentials_create_with_options(options);
-  }
+  explicit ReloadingServerCredentials(std::shared_ptr<TlsFiles> files)
+      : ReloadingServerCredentials(std::make_unique<CertificateSource>(std::move(files))) {}
+
+#if GRPC_CPP_VERSION_MAJOR == 1 && GRPC_CPP_VERSION_MINOR < 65
+  // Older ones leave the credentials of the C interface to the derived class.
   ~ReloadingServerCredentials() override { grpc_server_credentials_release(credentials_); }
 
   void SetAuthMetadataProcessor(const std::shared_ptr<grpc::AuthMetadataProcessor>&) override {}
 
  private:
+  explicit ReloadingServerCredentials(std::unique_ptr<CertificateSource> source)
+      : credentials_(source->MakeCredentials()), source_(std::move(source)) {}
+
   int AddPortToServer(const std::string& address, grpc_server* server) override {
     return grpc_server_add_http2_port(server, address.c_str(), credentials_);
   }
 
-  // At every handshake, one at a time.
-  static grpc_ssl_certificate_config_reload_status Fetch(
-      void* self, grpc_ssl_server_certificate_config** config) {
-    auto* const credentials = static_cast<ReloadingServerCredentials*>(self);
-    const std::shared_ptr<const TlsPems> pems = credentials->files_->Current();
-    if (pems == credentials->used_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
-    const grpc_ssl_pem_key_cert_pair pair = {pems->key.c_str(), pems->certificate.c_str()};
-    *config = grpc_ssl_server_certificate_config_create(pems->authorities.c_str(), &pair, 1);
-    credentials->used_ = pems;
-    return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
-  }
+  grpc_server_credentials* const credentials_;
+#else
 
-  const std::shared_ptr<TlsFiles> files_;
-  grpc_server_credentials* credentials_;
-  std::shared_ptr<const TlsPems> used_;
+ private:
+  explicit ReloadingServerCredentials(std::unique_ptr<CertificateSource> source)
+      : grpc::ServerCredentials(source->MakeCredentials()), source_(std::move(source)) {}
+#endif
+
+  const std::unique_ptr<CertificateSource> source_;
 };
 
 }  // namespace
