@@ -38,6 +38,8 @@ async def test_the_chain_agrees_with_the_whole_model(stages: int) -> None:
             # A boundary of 16 floats, a position and a token id for each of 7 + 39 tokens.
             assert stage.seam_bytes_sent > 46 * (16 * 4 + 8)
             assert stage.seam_bytes_sent_per_token <= 16 * 4 + 8 + 256
+            # What is sampled goes from the tail to the head, past all between them.
+            assert stage.return_bytes_sent == 0
         else:
             assert stage.return_bytes_sent > 0 or stages == 1
 

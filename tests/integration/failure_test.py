@@ -96,7 +96,9 @@ async def test_a_killed_stage_is_a_structured_error_in_time(
                     await session.generate(PROMPT, max_tokens=2).result()
                 else:
                     reached = moments()[moment]
-                    generation = session.generate(PROMPT * 50, max_tokens=90000)
+                    # Long enough to die in the middle of it, and no longer than that needs.
+                    prompt = PROMPT * 50 if moment == "prefill" else PROMPT
+                    generation = session.generate(prompt, max_tokens=90000)
                     async for event in generation:
                         if reached(event):
                             clock = await kill(fake, killed)
@@ -132,7 +134,9 @@ async def kill(fake: FakeCluster, index: int) -> Clock:
 async def test_a_stage_that_hangs_is_as_good_as_dead(
     stopped: int, expected: tuple[int, ...]
 ) -> None:
-    async with asyncio.timeout(END), fake_cluster(CUTS, *SLOW) as fake:
+    # A shorter wait than the default, for the test's sake; the client has its own for the head.
+    flags = (*SLOW, "--keepalive_timeout=2s")
+    async with asyncio.timeout(END), fake_cluster(CUTS, *flags) as fake:
         with pytest.raises(MeshnetError) as caught:
             async with fake.route.session() as session:
                 async for event in session.generate(PROMPT, max_tokens=90000):
