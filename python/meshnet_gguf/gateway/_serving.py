@@ -48,7 +48,9 @@ _PENALTY_TOKENS = 4096
 _QUEUED_PIECES = 64
 # No vocabulary has tokens that are longer on average: what is no prompt for the context in any case
 # is not worth a tokenizer's time, which others wait for.
-_TOKEN_BYTES = 256
+_TOKEN_BYTES = 128
+# What a template is given of the request anyway.
+_TEMPLATES_OWN = frozenset({"messages", "tools", "bos_token", "eos_token", "strftime_now"})
 # A route that could not be opened is looked for once more: another may have taken its place.
 _ATTEMPTS = 2
 _OPEN_AGAIN_AFTER = frozenset(
@@ -587,6 +589,13 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
             "stream_options",
         )
     if isinstance(request, ChatRequest):
+        if taken := _TEMPLATES_OWN & (request.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                f"expected names that a template does not have by itself, got {min(taken)!r}; "
+                "leave it away",
+                "chat_template_kwargs",
+            )
         if request.top_logprobs and not request.logprobs:
             raise RequestError(
                 errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from meshnet_gguf.chat import ChatMessage, render_chat
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
 
 if TYPE_CHECKING:
@@ -95,14 +96,14 @@ class TemplateRenderer:
                     answer = await self._ask(request)
             except TimeoutError as error:
                 await self._end()
-                raise MeshnetError(
+                raise RequestError(
                     errors_pb2.REASON_ARTIFACT_INVALID,
                     f"the model's chat template ran for more than {self._time_limit:g} s; "
                     "give a prompt instead of messages, or another artifact",
                 ) from error
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 await self._end()
-                raise MeshnetError(
+                raise RequestError(
                     errors_pb2.REASON_ARTIFACT_INVALID,
                     "the model's chat template took more memory than it may have; "
                     "give a prompt instead of messages, or another artifact",
@@ -113,7 +114,7 @@ class TemplateRenderer:
                 raise
         if "text" in answer:
             return str(answer["text"])
-        raise MeshnetError(int(answer["reason"]), str(answer["message"]))
+        raise RequestError(int(answer["reason"]), str(answer["message"]))
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:

@@ -98,6 +98,11 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
         ({"logprobs": True, "top_logprobs": 21}, "FIELD_OUT_OF_BOUNDS", "top_logprobs"),
         ({"logit_bias": {"99999": 1}}, "TOKEN_OUT_OF_RANGE", "logit_bias"),
         ({"logit_bias": {"x": 1}}, "TOKEN_OUT_OF_RANGE", "logit_bias"),
+        (
+            {"chat_template_kwargs": {"messages": "x"}},
+            "FIELD_OUT_OF_BOUNDS",
+            "chat_template_kwargs",
+        ),
         ({"stream_options": {"include_usage": True}}, "FIELD_OUT_OF_BOUNDS", "stream_options"),
         ({"no_such_field": 1}, "UNKNOWN_FIELD", "no_such_field"),
         ({"model": "other"}, "NOT_SERVED", "model"),
@@ -225,6 +230,7 @@ async def test_keys(tmp_path: pathlib.Path) -> None:
     keys = ApiKeys(tmp_path / "keys.json")
     alice = keys.add("alice")
     bob = keys.add("bob", KeyLimits(requests_per_minute=1))
+    carol = keys.add("carol", KeyLimits(max_active=1))
     options = GatewayOptions(keys=keys)
     async with (
         asyncio.timeout(END),
@@ -236,6 +242,7 @@ async def test_keys(tmp_path: pathlib.Path) -> None:
         with pytest.raises(openai.AuthenticationError) as unknown:
             await wrong.chat.completions.create(**HELLO)
         assert unknown.value.code == "UNAUTHENTICATED"
+        assert unknown.value.response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             await wrong.models.list()
 
@@ -245,6 +252,13 @@ async def test_keys(tmp_path: pathlib.Path) -> None:
             await limited.chat.completions.create(**HELLO)
         assert caught.value.code == "RATE_LIMITED"
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+
+        busy = gateway.client.with_options(api_key=carol)
+        with pytest.raises(openai.RateLimitError) as too_many:
+            await busy.chat.completions.create(**HELLO, n=2)
+        assert too_many.value.code == "RATE_LIMITED"
+        assert too_many.value.response.headers["retry-after"] == "1"
+        await busy.chat.completions.create(**HELLO)
 
 
 async def test_a_full_line_is_429_with_a_time_to_come_again() -> None:
