@@ -55,9 +55,9 @@ fi
 [[ -z $libraries || -d $libraries ]] || die "--libraries: there is no folder $libraries"
 [[ -z $libraries ]] || libraries=$(cd "$libraries" && pwd -P)
 
-# The value of a key of identity.json, which has one entry a line.
+# The value of a key of identity.json, which has one entry a line: the first of the name, as `lane` comes before `toolchain`.
 identity() { # FOLDER KEY
-  sed -n "s/^ *\"$2\": \"\(.*\)\",\{0,1\}$/\1/p" "$1/identity.json"
+  sed -n "/^ *\"$2\": \"/{s/^[^:]*: \"\(.*\)\",\{0,1\}$/\1/p;q}" "$1/identity.json"
 }
 
 at_least() { # VERSION WANTED

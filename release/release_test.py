@@ -268,10 +268,12 @@ def test_refuses_a_lane_without_its_driver(
     said: str,
 ) -> None:
     # The program is the cpu lane's: a machine that has the driver refuses it for that.
-    file = "identity.json"
-    other = replaced(unpacked / file, '"accelerator": "cpu"', f'"accelerator": "{lane}"')
+    identity = json.loads((unpacked / "identity.json").read_text())
+    identity["lane"]["accelerator"] = lane
+    identity["toolchain"] = {"accelerator": "sdk 1.0", **identity["toolchain"]}
+    other = (json.dumps(identity, indent=2) + "\n").encode()
     refused = install(
-        changed(unpacked, tmp_path, {file: other}),
+        changed(unpacked, tmp_path, {"identity.json": other}),
         *("--prefix", str(tmp_path / "target")),
         PATH=fake_programs(tmp_path, **machine),
         **variables,
