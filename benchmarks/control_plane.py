@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app, flags
+from meshnet import command_line
 from meshnet.errors import ControlError
 from meshnet_gguf.chart import render_bars
 from meshnet_gguf.errors import MeshnetError
@@ -96,4 +97,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

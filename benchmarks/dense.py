@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from meshnet import command_line
 from meshnet_gguf.chart import render
 from meshnet_gguf.client import LayerRange
 from meshnet_gguf.errors import MeshnetError
@@ -415,4 +416,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from meshnet import command_line
 from meshnet_gguf.client import ChatMessage, Route, SamplingParams, Token
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.models import fetch_model
@@ -313,4 +314,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags
+from meshnet import command_line
 from meshnet_gguf.chart import Line, render_lines
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.machine import machine_facts
@@ -138,4 +139,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

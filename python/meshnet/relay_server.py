@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from absl import app, flags
+from absl import flags
 
+from meshnet import command_line
 from meshnet.program import end_on_signals, log, serve_until_told
 from meshnet.relay import CallRecord, Relay, RelayOptions
 from meshnet.telemetry import Telemetry
@@ -86,4 +87,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -9,8 +9,9 @@ import asyncio
 import pathlib
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
+from meshnet import command_line
 from meshnet.clock import SystemClock
 from meshnet.collection import collect_in_small_steps
 from meshnet.program import end_on_signals, log, serve_until_told
@@ -85,4 +86,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -14,7 +14,8 @@ Example:
     tools/bazel run //:demo -- --stages 4 --fixture deepseek4
     tools/bazel run //:demo -- --stages 3 --tracker
 
-Exit code: 0, or 1 when anything fails or the two answers differ.
+Exit code: 0; 1 when anything fails or the two answers differ; 2 for a command line that makes no
+sense.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import rich.box
 import rich.console
 import rich.table
 from absl import app, flags
+from meshnet import command_line
 from meshnet.errors import ControlError
 
 from meshnet_gguf import progress
@@ -456,8 +458,7 @@ def _model() -> pathlib.Path:
 def main(argv: Sequence[str]) -> int:
     """Runs the demo by its flags; the exit code."""
     if len(argv) > 1:
-        sys.stderr.write(f"demo: expected flags only, got {argv[1]!r}; see --help\n")
-        return 1
+        raise app.UsageError(f"expected flags only, got {argv[1]!r}")
     try:
         result = asyncio.run(_run(_model(), (lambda _: None) if _JSON.value else _show_on_stdout))
     except (MeshnetError, ControlError) as error:
@@ -474,23 +475,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if result.identical else 1
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parses flags, spelt with hyphens or with underscores alike."""
-    spelt = list(argv[:1])
-    for index, argument in enumerate(argv[1:], start=1):
-        if argument == "--":
-            spelt += argv[index:]
-            break
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            argument = "--" + name[2:].replace("-", "_") + equals + value
-        spelt.append(argument)
-    return app.parse_flags_with_usage(spelt)
-
-
 def run() -> None:
     """The program."""
-    app.run(main, flags_parser=parse_flags)
+    command_line.run(main)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 A comment stands before every block:
 
     <!-- run -->                              it runs, in the document's folder
+    <!-- run: says "identical" -->            the same; that has to be among what it says
     <!-- run: until "is served on" -->        it runs on, beside what follows, once it has said that
     <!-- run: on b, until "layers" -->        the same, in the folder of the second machine
-    <!-- checked: WHY -->                     no test can run it: its commands and flags must exist
+    <!-- output -->                           what the block before it says, numbers aside
+    <!-- checked: WHY -->                     no test can run it: what it names must exist
     <!-- unit: NAME.service -->               a systemd unit
     <!-- yaml -->                             a file of somebody else's program
-    <!-- shown -->                            no command
+    <!-- bazelrc -->                          lines of a .bazelrc
+    <!-- shown: WHY -->                       no command
 
-Blocks are fenced; one that is indented is output, unless a comment stands before it.
+Blocks are fenced or indented. Pictures (mermaid) need no comment.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Block", "blocks_of", "commands_of"]
+__all__ = ["TREATMENTS", "Block", "blocks_of", "commands_of", "targets_of"]
 
-_COMMANDS = ("tools/", "meshnet", "worker ", "bash ", "sudo ", "curl ", "python3 ")
+TREATMENTS = ("run", "output", "checked", "unit", "yaml", "bazelrc", "shown")
+_COMMENT = re.compile(rf"<!-- ({'|'.join(TREATMENTS)})(?:: (.*))? -->")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Block:
     line: int
     language: str
     text: str
-    treatment: str  # run, checked, unit, yaml, shown; empty: nobody has said
+    treatment: str  # one of TREATMENTS; empty: nobody has said
     detail: str = ""
 
     @property
@@ -41,19 +45,24 @@ class Block:
         return found.group(1) if found else ""
 
     @property
+    def says(self) -> tuple[str, ...]:
+        """What has to be in its output."""
+        return tuple(re.findall(r'says "([^"]+)"', self.detail))
+
+    @property
     def machine(self) -> str:
         """a or b."""
         return "b" if self.detail.startswith("on b") else "a"
 
 
 def blocks_of(document: str) -> Iterator[Block]:
-    """The blocks of a document that hold commands, and those that a comment names."""
+    """The blocks of a document, in their order."""
     treatment = detail = ""
     lines = document.split("\n")
     number = 0
     while number < len(lines):
         line = lines[number]
-        comment = re.fullmatch(r"<!-- (run|checked|unit|yaml|shown)(?:: (.*))? -->", line)
+        comment = _COMMENT.fullmatch(line)
         if comment is not None:
             treatment, detail = comment.group(1), comment.group(2) or ""
         elif line.startswith("```"):
@@ -61,26 +70,43 @@ def blocks_of(document: str) -> Iterator[Block]:
             text = "\n".join(lines[number + 1 : end]) + "\n"
             if treatment or line != "```mermaid":
                 yield Block(number + 1, line[3:], text, treatment, detail)
-            treatment, number = "", end
-        elif line.startswith("    ") and not re.match(r"\s+([-*]|\d+\.) ", line):
+            treatment, detail, number = "", "", end
+        elif line.startswith("    ") and not (number and _in_a_list(lines[:number])):
             end = number
             while end < len(lines) and lines[end].startswith("    "):
                 end += 1
             text = "".join(f"{each[4:]}\n" for each in lines[number:end])
-            if treatment or text.startswith(_COMMANDS):
-                yield Block(number + 1, "sh", text, treatment, detail)
-            treatment, number = "", end
+            yield Block(number + 1, "sh", text, treatment, detail)
+            treatment, detail, number = "", "", end - 1
         elif line.strip():
-            treatment = ""
+            treatment = detail = ""
         number += 1
 
 
+def _in_a_list(above: list[str]) -> bool:
+    """Whether an indented line goes on with an item of a list, or with a paragraph."""
+    if above[-1].strip() and not _COMMENT.fullmatch(above[-1]):
+        return True
+    for line in reversed(above):
+        if line.strip() and not line.startswith(" "):
+            return re.match(r"([-*]|\d+\.) ", line) is not None
+    return False
+
+
 def commands_of(text: str) -> Iterator[list[str]]:
-    """The words of each command in a block: continued lines are one, comments are none."""
+    """The words of each command in a block: continued lines are one; comments and settings none."""
     for line in text.replace("\\\n", " ").splitlines():
         bare = re.sub(r"\s+#.*$", "", line).strip()
         if bare.startswith("#"):
             continue
         for command in re.split(r"\s+(?:&&|\|)\s+", bare):
-            if command:
+            if command and not re.fullmatch(r"[A-Z]=\S+", command):
                 yield command.split()
+
+
+def targets_of(words: list[str]) -> list[str]:
+    """The Bazel targets that a command names, without what goes to the program that it runs."""
+    if words[:1] != ["tools/bazel"]:
+        return []
+    ours = words[: words.index("--")] if "--" in words else words
+    return [word for word in ours if word.startswith("//")]

@@ -1,19 +1,20 @@
-"""Runs what our documents say, block after block, as a reader would.
+"""Runs what a document says, block after block, as a reader would.
 
-What is in the way of that stands here: addresses of two machines are loopback addresses that no
-other test has, `tools/bazel run` starts what is built already, and scp and curl are scripts that
-copy between two folders and ask over HTTP.
+It runs in a network of its own, where the addresses of both machines are. What else is in the way
+stands here: `tools/bazel run` starts what is built already, scp and curl are scripts that copy
+between two folders and ask over HTTP, and after its first run the demo is given a small random
+model.
 """
 
 import asyncio
 import contextlib
 import os
 import pathlib
-import secrets
-import shutil
+import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+import textwrap
+import time
 
 from meshnet.testing.postgres import PostgresServer
 from meshnet_gguf.models import pinned_models
@@ -21,13 +22,18 @@ from meshnet_gguf.provision import provision
 from meshnet_gguf.sources import FolderSource
 
 from tests.docs.blocks import Block, blocks_of
+from tests.docs.network import enter_network
 
-DOCUMENTS = {path.name: path for path in map(pathlib.Path, os.environ["DOCUMENTS"].split())}
+TEXT = pathlib.Path(os.environ["DOCUMENT"]).read_text()
 MODEL = pathlib.Path(os.environ["MESHNET_TEST_MODEL"]).absolute()
+SMALL_MODEL = pathlib.Path(os.environ["SMALL_MODEL"]).absolute()
 PROGRAMS = {
     name: pathlib.Path(os.environ[variable]).absolute()
     for name, variable in (("meshnet", "MESHNET"), ("demo", "DEMO"), ("worker", "MESHNET_WORKER"))
 }
+# Before anything starts a thread.
+enter_network("10.0.0.5", "10.0.0.6")
+
 END = 800.0
 READY = 120.0
 
@@ -75,54 +81,57 @@ class Reader:
 
     def __init__(self, folder: pathlib.Path, database: str) -> None:
         self._folder = folder
-        net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}"
         self._words = {
-            "10.0.0.5": f"{net}.5",
-            "10.0.0.6": f"{net}.6",
-            "127.0.0.1:": f"{net}.1:",
             "postgresql://meshnet@db.example/meshnet": database,
             "MODEL.gguf": str(MODEL),
             "model.gguf": str(MODEL),
         }
         self._running: list[asyncio.subprocess.Process] = []
-        self.said: dict[int, str] = {}
+        self._said = ""
         for machine in ("a", "b", "bin"):
             (folder / machine / "tools").mkdir(parents=True)
-        self._install(net)
+        self._install()
 
-    def _install(self, net: str) -> None:
+    def _install(self) -> None:
         scripts = {
-            name: f'exec "{path}" "$@"' for name, path in PROGRAMS.items() if name != "meshnet"
-        }
-        # Where nothing is said it would listen where other tests do.
-        scripts["meshnet"] = f"""
-            if [ "$1" = serve ]; then
-                case " $* " in
-                *" --join "*) [ "${{PWD##*/}}" = b ] && set -- "$@" --mesh-listen={net}.6:0 ;;
-                *) set -- "$@" --listen={net}.1:8080
-                   case " $* " in
-                   *" --mesh-listen "*) ;;
-                   *) set -- "$@" --mesh-listen={net}.1:7100 ;;
-                   esac ;;
+            "worker": f'exec "{PROGRAMS["worker"]}" "$@"',
+            "demo": f"""
+                case " $*" in
+                *" --model "* | *" --stages "*) set -- "$@" --model "{SMALL_MODEL}" ;;
                 esac
-            fi
-            if [ "$1" = chat ]; then set -- "$@" --url=http://{net}.1:8080/v1; fi
-            exec "{PROGRAMS["meshnet"]}" "$@"
-        """
+                exec "{PROGRAMS["demo"]}" "$@"
+            """,
+            # One machine with the addresses of both cannot tell by which it is reached.
+            "meshnet": f"""
+                case "${{PWD##*/}} $*" in
+                "b serve --join "*) set -- "$@" --mesh-listen=10.0.0.6:0 ;;
+                esac
+                exec "{PROGRAMS["meshnet"]}" "$@"
+            """,
+        }
         for name, script in {**STAND_INS, **scripts}.items():
-            lines = script.split("\n")
-            text = "\n".join(line.removeprefix("        ") for line in lines)
+            text = textwrap.dedent(script)
             path = self._folder / "bin" / name
             path.write_text(f"#!/bin/bash\n{text}\n")
             path.chmod(0o755)
         for machine in ("a", "b"):
             (self._folder / machine / "tools" / "bazel").symlink_to(self._folder / "bin" / "bazel")
 
-    async def do(self, block: Block) -> None:
-        """Runs a block; one that goes on is left running once it has said so."""
-        text = block.text
+    def _here(self, text: str) -> str:
+        """A text of the document with this test's files."""
         for word, here in self._words.items():
             text = text.replace(word, here)
+        return text
+
+    def compare(self, block: Block) -> None:
+        """Holds what the document shows against what the last block has said."""
+        said = _without_numbers(self._said)
+        for line in self._here(block.text).splitlines():
+            assert _without_numbers(line) in said, f"line {block.line}: {line}\n{self._said}"
+
+    async def do(self, block: Block) -> None:
+        """Runs a block; one that goes on is left running once it has said so."""
+        text = self._here(block.text)
         if "await " in text and block.language == "python":
             body = "".join(f"    {line}\n" for line in text.splitlines())
             text = f"import asyncio\nasync def main():\n{body}\nasyncio.run(main())\n"
@@ -141,6 +150,8 @@ class Reader:
                     **os.environ,
                     "PATH": f"{self._folder}/bin:{os.environ['PATH']}",
                     "PYTHONPATH": os.pathsep.join(sys.path),
+                    # Otherwise every one of these programs compiles its modules anew.
+                    "PYTHONPYCACHEPREFIX": str(self._folder / "compiled"),
                     "MESHNET_STORAGE": str(self._folder / "storage"),
                     "MESHNET_WORKER": str(PROGRAMS["worker"]),
                     "BUILD_WORKING_DIRECTORY": str(self._folder / block.machine),
@@ -154,7 +165,9 @@ class Reader:
             assert process.returncode is None, log.read_text()
         else:
             assert await process.wait() == 0, f"line {block.line}:\n{text}\n{log.read_text()}"
-        self.said[block.line] = log.read_text()
+        self._said = log.read_text()
+        for expected in block.says:
+            assert expected in self._said, f"line {block.line}:\n{text}\n{self._said}"
 
     async def end(self) -> None:
         """Ends what runs on, as Ctrl-C would."""
@@ -162,12 +175,17 @@ class Reader:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    async with asyncio.timeout(10):
-                        await process.wait()
-                except TimeoutError:
-                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._running:
+            try:
+                async with asyncio.timeout(10):
                     await process.wait()
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)*", "#", text)
 
 
 async def provide(storage: pathlib.Path) -> None:
@@ -175,51 +193,26 @@ async def provide(storage: pathlib.Path) -> None:
     manifest = pinned_models()["smollm2"].manifest
     [file] = manifest.files
     (storage / "from").mkdir(parents=True)
-    shutil.copyfile(MODEL, storage / "from" / file.name)
+    (storage / "from" / file.name).symlink_to(MODEL)
     await provision(manifest, [FolderSource(storage / "from")], storage / "models")
 
 
-@contextlib.asynccontextmanager
-async def follow(name: str, folder: pathlib.Path, database: str = "") -> AsyncIterator[Reader]:
-    """Does all that a document says; what goes on ends with the block."""
-    reader = Reader(folder, database)
-    try:
-        async with asyncio.timeout(END):
-            for block in blocks_of(DOCUMENTS[name].read_text()):
-                if block.treatment == "run":
-                    await reader.do(block)
-        yield reader
-    finally:
-        await reader.end()
-
-
-async def test_the_readme(tmp_path: pathlib.Path) -> None:
+async def test_all_that_the_document_says(tmp_path: pathlib.Path) -> None:
+    blocks = list(blocks_of(TEXT))
     await provide(tmp_path / "storage")
-    async with follow("README.md", tmp_path) as reader:
-        assert any("parity: identical" in text for text in reader.said.values())
-
-
-async def test_the_tutorial(tmp_path: pathlib.Path) -> None:
-    await provide(tmp_path / "storage")
-    async with follow("tutorial.md", tmp_path) as reader:
-        said = list(reader.said.values())
-    assert any("layers [20, 30) are missing" in text for text in said)
-    assert any("NO_ROUTE" in text for text in said)
-    assert any("serves layers [20, 30)" in text for text in said)
-    assert any('"object": "chat.completion"' in text and "sky" in text for text in said)
-    assert any('"models"' in text for text in said)
-
-
-async def test_operations(tmp_path: pathlib.Path) -> None:
-    with PostgresServer.start() as database:
-        async with follow("operations.md", tmp_path, database.url("meshnet")) as reader:
-            assert sum("listening" in text for text in reader.said.values()) == 2
-
-
-def test_no_other_document_wants_to_be_run() -> None:
-    found = {
-        name
-        for name, path in DOCUMENTS.items()
-        if any(block.treatment == "run" for block in blocks_of(path.read_text()))
-    }
-    assert found == {"README.md", "tutorial.md", "operations.md"}
+    with contextlib.ExitStack() as servers:
+        database = ""
+        if "postgresql://" in TEXT:
+            database = servers.enter_context(PostgresServer.start()).url("meshnet")
+        reader = Reader(tmp_path, database)
+        try:
+            async with asyncio.timeout(END):
+                for block in blocks:
+                    if block.treatment == "run":
+                        started = time.monotonic()
+                        await reader.do(block)
+                        print(f"line {block.line}: {time.monotonic() - started:.1f} s")
+                    elif block.treatment == "output":
+                        reader.compare(block)
+        finally:
+            await reader.end()

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from absl import app, flags
+from meshnet import command_line
 
 from tools.backlog.backlog import BacklogError, check_generated, load, render
 from tools.backlog.gitea import GiteaClient, plan
@@ -78,4 +79,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

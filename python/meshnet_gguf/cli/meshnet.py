@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from absl import app, flags
+from meshnet.command_line import HELP, spell
 
 from meshnet_gguf.cli import output, settings
 from meshnet_gguf.cli.commands import COMMANDS, Command, describe, load
@@ -31,12 +32,10 @@ from meshnet_gguf.errors import MeshnetError
 
 __all__ = ["main"]
 
-_HELP = ("-h", "--help", "-help", "help")
-
 
 def main(argv: Sequence[str]) -> int:
     """Runs a command line, argv[0] being the program's name; returns the exit code."""
-    if len(argv) < 2 or argv[1] in _HELP:
+    if len(argv) < 2 or argv[1] in (*HELP, "help"):
         sys.stdout.write(_overview())
         return 0 if len(argv) > 1 else 2
     name = argv[1]
@@ -47,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     command = load(name)
     program = f"meshnet {name}"
-    options, plain = _before_dashes(argv[2:])
-    if any(option in _HELP[:3] for option in options):
+    options, plain = spell(argv[2:])
+    if any(option in HELP for option in options):
         sys.stdout.write(_usage(describe(name)))
         return 0
     try:
@@ -65,19 +64,6 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"\n{program}: interrupted\n")
         return 130
     return int(code)
-
-
-def _before_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags, spelt with underscores, and what comes behind `--` as it is."""
-    options: list[str] = []
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            return options, list(arguments[index + 1 :])
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            argument = "--" + name[2:].replace("-", "_") + equals + value
-        options.append(argument)
-    return options, []
 
 
 def _overview() -> str:

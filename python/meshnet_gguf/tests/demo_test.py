@@ -5,11 +5,11 @@ import json
 import pytest
 import rich.console
 from absl import flags
+from meshnet.command_line import parse_flags
 from meshnet_gguf import demo
 from meshnet_gguf.demo import (
     DemoResult,
     StageResult,
-    parse_flags,
     print_table,
 )
 from meshnet_gguf.errors import MeshnetError

@@ -62,7 +62,7 @@ async def _pictures(folder: pathlib.Path) -> None:
             await mesh.kill("office-pc")
             await asyncio.gather(load, return_exceptions=True)
             for name, page in pages.items():
-                await expect(page.locator(".problem")).to_be_visible(timeout=60_000)
+                await expect(page.locator(".problem")).to_contain_text("(lost)", timeout=60_000)
                 if name in talking:
                     await expect(page.locator(".turn .failure")).to_be_visible(timeout=60_000)
                 await _take(page, folder, f"{name}-killed")
@@ -70,9 +70,10 @@ async def _pictures(folder: pathlib.Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
-    if len(arguments) != 2:
-        sys.stderr.write(f"{__doc__}\n")
-        return 2
+    if len(arguments) != 2 or arguments[1].startswith("-"):
+        asked = arguments[1:] in (["-h"], ["--help"])
+        (sys.stdout if asked else sys.stderr).write(f"{__doc__}\n")
+        return 0 if asked else 2
     folder = pathlib.Path(arguments[1])
     folder.mkdir(parents=True, exist_ok=True)
     asyncio.run(_pictures(folder))
