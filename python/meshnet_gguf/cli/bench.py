@@ -86,7 +86,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _server(url: str, load: Load) -> tuple[str, Speed]:
     with gateway_flags.unreachable(url), gateway_flags.client() as http:
-        answer = http.get(f"{url}/models")
+        with progress.working(f"asking {url}"):
+            answer = http.get(f"{url}/models")
         gateway_flags.check(answer, url)
         models = answer.json()["data"]
         if not models:

@@ -33,7 +33,7 @@ from meshnet.errors import ControlError, error_from_rpc
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.transport import dial
 
-from meshnet_gguf import certify
+from meshnet_gguf import certify, progress
 from meshnet_gguf.cli import output, security_flags
 from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder
@@ -117,7 +117,8 @@ def _check(names: Sequence[str]) -> int:
         if _LANE_CONTRACT.value
         else default_folder() / "lane.v1.yaml"
     )
-    recipe = asyncio.run(_recipe_of(_WORKER.value))
+    with progress.working(f"asking {_WORKER.value}"):
+        recipe = asyncio.run(_recipe_of(_WORKER.value))
     answers = []
     for name in names:
         record = certify.read_record(output.given_path(name))
@@ -151,7 +152,8 @@ def _revoke(record: dict[str, Any]) -> None:
 
 
 def _import(records: Sequence[bytes]) -> int:
-    ids = asyncio.run(_give(records))
+    with progress.working(f"giving {_TRACKER.value} {len(records)} records"):
+        ids = asyncio.run(_give(records))
     if output.wants_json():
         output.print_json({"record_ids": ids})
     else:

@@ -11,6 +11,7 @@ answered once. The key comes from $OPENAI_API_KEY or --api-key-file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 from absl import app, flags
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import gateway_flags, output
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
@@ -79,7 +81,8 @@ def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) ->
 
 def _first_model(http: httpx.Client) -> str:
     with gateway_flags.unreachable(gateway_flags.url()):
-        answer = http.get(f"{gateway_flags.url()}/models")
+        with progress.working(f"asking {gateway_flags.url()}"):
+            answer = http.get(f"{gateway_flags.url()}/models")
         gateway_flags.check(answer, gateway_flags.url())
         models = answer.json()["data"]
     if not models:
@@ -100,14 +103,19 @@ def _answer(
         body["max_tokens"] = _MAX_TOKENS.value
     parts: list[str] = []
     url = gateway_flags.url()
+    waiting = contextlib.ExitStack()
+    waiting.enter_context(progress.working("waiting for the first token"))
     with (
         gateway_flags.unreachable(url),
+        waiting,
         http.stream("POST", f"{url}/chat/completions", json=body) as answer,
     ):
         if answer.status_code != 200:
             answer.read()
         gateway_flags.check(answer, url)
         for text in _texts(answer.iter_lines()):
+            if text:
+                waiting.close()
             parts.append(text)
             if show:
                 sys.stdout.write(_printable(text))

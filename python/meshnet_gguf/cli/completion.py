@@ -8,7 +8,6 @@ For zsh the folder has to be in fpath before compinit runs. Print it again after
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from absl import app
@@ -24,12 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     scripts = {"bash": bash_completion, "zsh": zsh_completion}
     if len(arguments) != 1 or arguments[0] not in scripts:
         raise app.UsageError(f"expected bash or zsh, got {' '.join(arguments)!r}")
-    script = scripts[arguments[0]]()
-    if output.wants_json():
-        output.print_json({"shell": arguments[0], "script": script})
-    else:
-        sys.stdout.write(script)
-    return 0
+    return output.print_file(scripts[arguments[0]]())
 
 
 def bash_completion() -> str:

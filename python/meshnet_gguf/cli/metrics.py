@@ -21,6 +21,7 @@ from meshnet.program import end_on_signals, log
 from meshnet.telemetry import serve_metrics
 from prometheus_client.metrics_core import Metric
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import output, security_flags
 from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.errors import from_control_error
@@ -47,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
 async def _show(endpoints: Sequence[str]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         workers = await _clients(stack, endpoints)
-        answers = await asyncio.gather(*(worker.metrics() for worker in workers.values()))
+        with progress.working("asking the workers"):
+            answers = await asyncio.gather(*(worker.metrics() for worker in workers.values()))
     found = dict(zip(workers, answers, strict=True))
     if output.wants_json():
         output.print_json({name: vars(metrics) for name, metrics in found.items()})

@@ -23,6 +23,7 @@ import rich.text
 from absl import app
 from meshnet.tracker_client import TrackerClient
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import gateway_flags, mesh_flags, output
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.models import pinned_models
@@ -103,13 +104,14 @@ def _installed() -> list[dict[str, Any]]:
 def _served() -> tuple[list[str], str]:
     """Names, and who said so."""
     if mesh_flags.trackers():
-        with output.control_errors():
+        with output.control_errors(), progress.working("asking the mesh"):
             return asyncio.run(_ask_tracker()), ",".join(mesh_flags.trackers())
     where = gateway_flags.url()
     try:
         with (
             gateway_flags.unreachable(where),
             gateway_flags.client(silent_seconds=_ANSWER_SECONDS) as http,
+            progress.working(f"asking {where}"),
         ):
             answer = http.get(f"{where}/models")
         gateway_flags.check(answer, where)

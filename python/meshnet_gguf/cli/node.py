@@ -37,8 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError(f"expected flags only, got {arguments[0]!r}")
     if _SAMPLE.value:
         folder = importlib.resources.files("meshnet_gguf.node")
-        sys.stdout.write(folder.joinpath("node.sample.yaml").read_text("utf-8"))
-        return 0
+        return output.print_file(folder.joinpath("node.sample.yaml").read_text("utf-8"))
     if _CONFIG.value is None:
         raise app.UsageError("expected --config FILE")
     config = load_config(output.given_path(_CONFIG.value))

@@ -16,7 +16,7 @@ from meshnet.errors import ControlError
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["control_errors", "error", "given_path", "print_json", "wants_json"]
+__all__ = ["control_errors", "error", "given_path", "print_file", "print_json", "wants_json"]
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
@@ -29,6 +29,15 @@ def wants_json() -> bool:
 def print_json(value: Any) -> None:
     """The command's one answer."""
     sys.stdout.write(json.dumps(value) + "\n")
+
+
+def print_file(text: str) -> int:
+    """A file as the command's answer, in one string of JSON when that is wanted; exit code 0."""
+    if wants_json():
+        print_json({"file": text})
+    else:
+        sys.stdout.write(text)
+    return 0
 
 
 def error(program: str, failure: MeshnetError) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-import sys
 from collections.abc import Sequence
 
 import rich.box
@@ -26,6 +25,7 @@ import rich.table
 from absl import app, flags
 from meshnet.tracker_client import TrackerClient
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import mesh_flags, output
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.inventory import take_inventory
@@ -68,8 +68,7 @@ _GIB = 1 << 30
 def run(arguments: Sequence[str]) -> int:
     """The command."""
     if _SAMPLE.value:
-        sys.stdout.write(sample_machines())
-        return 0
+        return output.print_file(sample_machines())
     if len(arguments) != 1:
         raise app.UsageError(f"expected one GGUF file, got {len(arguments)}")
     if bool(_MACHINES.value) == bool(mesh_flags.trackers()):
@@ -101,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 def _machines(shape: ModelShape) -> list[Machine]:
     if _MACHINES.value:
         return load_machines(output.given_path(_MACHINES.value))
-    with output.control_errors():
+    with output.control_errors(), progress.working("asking the mesh"):
         return asyncio.run(_ask(shape))
 
 

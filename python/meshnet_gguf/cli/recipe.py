@@ -18,6 +18,7 @@ import rich.console
 import rich.table
 from absl import app
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import output, security_flags
 from meshnet_gguf.client import Capability, WorkerClient
 from meshnet_gguf.errors import MeshnetError
@@ -34,7 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     """The command."""
     if len(arguments) not in (1, 2):
         raise app.UsageError(f"expected one or two workers as HOST:PORT, got {len(arguments)}")
-    found = asyncio.run(_ask_all(arguments))
+    with progress.working("asking the workers"):
+        found = asyncio.run(_ask_all(arguments))
     console = rich.console.Console(highlight=False, soft_wrap=True)
     if len(found) == 1:
         _show(found[0], console)

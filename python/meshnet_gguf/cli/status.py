@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
 import httpx
 import rich.box
@@ -27,6 +27,7 @@ import rich.text
 from absl import app, flags
 from meshnet.tracker_client import TrackerClient
 
+from meshnet_gguf import progress
 from meshnet_gguf.cli import gateway_flags, mesh_flags, output
 from meshnet_gguf.status import (
     MeshStatus,
@@ -61,14 +62,15 @@ def run(arguments: Sequence[str]) -> int:
 async def _show_all() -> int:
     source = _of_trackers() if mesh_flags.trackers() else _of_gateway()
     async with contextlib.aclosing(source):
-        if not _WATCH.value or output.wants_json():
-            async for status in source:
-                _show(status)
-                if not _WATCH.value:
-                    return 0 if all(model.problem is None for model in status.models) else 1
-        with rich.live.Live(console=_console(), auto_refresh=False) as live:
-            async for status in source:
-                live.update(rich.console.Group(*_tables(status)), refresh=True)
+        with progress.working("asking the mesh"):
+            status = await anext(source)
+        if not _WATCH.value:
+            _show(status)
+            return 0 if all(model.problem is None for model in status.models) else 1
+        with _shown_again() as show:
+            show(status)
+            async for later in source:
+                show(later)
     raise AssertionError("a source goes on until it is closed")
 
 
@@ -110,6 +112,16 @@ async def _of_trackers() -> AsyncGenerator[MeshStatus]:
 
 def _console() -> rich.console.Console:
     return rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _shown_again() -> Iterator[Callable[[MeshStatus], None]]:
+    """Shows one status in the place of the one before; with --json below it."""
+    if output.wants_json():
+        yield _show
+        return
+    with rich.live.Live(console=_console(), auto_refresh=False) as live:
+        yield lambda status: live.update(rich.console.Group(*_tables(status)), refresh=True)
 
 
 def _show(status: MeshStatus) -> None:
