@@ -124,7 +124,7 @@ async def _events(port: int, body: bytes) -> AsyncGenerator[str, None]:
     reader, writer = await asyncio.open_connection(_HOST, port)
     try:
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
         status = await reader.readline()
