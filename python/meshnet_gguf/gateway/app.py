@@ -257,7 +257,8 @@ class _Endpoint:
 
 
 def _cause(error: MeshnetError) -> str:
-    return "" if error.__cause__ is None else f" (because of {error.__cause__})"
+    # gRPC tells its errors over several lines.
+    return "" if error.__cause__ is None else f" ({' '.join(str(error.__cause__).split())})"
 
 
 def _own_fault(error: Exception) -> MeshnetError:
