@@ -53,7 +53,24 @@ def _shallow(value: dict[str, Any]) -> dict[str, Any]:
         ]
         if not level:
             return value
-    raise ValueError(f"expected at most {_MAX_DEPTH} levels of objects and lists in each other")
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"expected at most {_MAX_DEPTH} levels of objects and lists in each other")
+
+
+def _shallow_object(text: str) -> str:
+    """The same of the object that a text may hold; other texts are what they are."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        return text
+    if isinstance(value, dict):
+        _shallow(value)
+    return text
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
@@ -75,7 +92,7 @@ class CalledFunction(_Body):
     """A call that the model made in an earlier turn; `arguments` is a JSON object as text."""
 
     name: Name
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_shallow_object)]
 
 
 class ToolCall(_Body):
@@ -293,7 +310,8 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
             f"expected a JSON object, got {type(value).__name__}",
         )
     try:
-        return kind.model_validate(value)
+        # A number in quotes or a flag for a number is a mistake, not a number.
+        return kind.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
         raise _refusal(error) from error
 

@@ -31,6 +31,11 @@ def nested(levels: int) -> dict[str, Any]:
     return value
 
 
+def earlier_call(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 # One gateway for all tests that only ask it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -87,11 +92,25 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
             "FIELD_OUT_OF_BOUNDS",
             "response_format.json_schema.schema",
         ),
+        (
+            {"messages": [earlier_call(json.dumps(nested(900)))]},
+            "FIELD_OUT_OF_BOUNDS",
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        (
+            {"messages": [earlier_call('{"a":' * 50_000 + "1" + "}" * 50_000)]},
+            "FIELD_OUT_OF_BOUNDS",
+            "messages.0.tool_calls.0.function.arguments",
+        ),
         ({"temperature": 2.5}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"temperature": float("nan")}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"top_p": 0}, "FIELD_OUT_OF_BOUNDS", "top_p"),
         ({"n": 0}, "FIELD_OUT_OF_BOUNDS", "n"),
         ({"n": 9}, "FIELD_OUT_OF_BOUNDS", "n"),
+        ({"n": "2"}, "FIELD_OUT_OF_BOUNDS", "n"),
+        ({"n": True}, "FIELD_OUT_OF_BOUNDS", "n"),
+        ({"stream": "yes"}, "FIELD_OUT_OF_BOUNDS", "stream"),
+        ({"temperature": "0.5"}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"stop": ""}, "FIELD_OUT_OF_BOUNDS", "stop"),
         ({"stop": ["a"] * 17}, "FIELD_OUT_OF_BOUNDS", "stop"),
         ({"top_logprobs": 3}, "FIELD_OUT_OF_BOUNDS", "top_logprobs"),
