@@ -547,13 +547,13 @@ def children(pid: int) -> list[int]:
 async def test_the_demo_says_what_is_wrong(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     no_model = tmp_path / "model.gguf"
     no_model.write_bytes(b"not a model")
-    for arguments, said in [
-        ([f"--model={tmp_path / 'missing.gguf'}"], "ARTIFACT_UNREADABLE"),
-        ([f"--model={no_model}"], "ARTIFACT_INVALID"),
-        ([f"--model={model}", "--stages=31"], "expected 1 to 30 stages"),
-        ([f"--model={model}", "surplus"], "expected flags only"),
+    for arguments, exit_code, said in [
+        ([f"--model={tmp_path / 'missing.gguf'}"], 1, "ARTIFACT_UNREADABLE"),
+        ([f"--model={no_model}"], 1, "ARTIFACT_INVALID"),
+        ([f"--model={model}", "--stages=31"], 1, "expected 1 to 30 stages"),
+        ([f"--model={model}", "surplus"], 2, "expected flags only"),
     ]:
         code, stdout, stderr = await demo(*arguments)
-        assert code == 1
+        assert code == exit_code
         assert stdout.strip() == ""
         assert said in stderr
