@@ -115,7 +115,8 @@ def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
         cc_library(
             name = "%s_%s_plain" % (name, variant),
             srcs = srcs,
-            copts = copts + flags,
+            # The rest of a program is tuned for one CPU (bazel/toolchain); kernels stand for many.
+            copts = copts + ["-mtune=generic"] + flags,
             implementation_deps = header_deps,
             linkstatic = True,
             visibility = ["//visibility:private"],
