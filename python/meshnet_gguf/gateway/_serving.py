@@ -77,9 +77,10 @@ _Opened = TypeVar("_Opened")
 
 @dataclass(frozen=True)
 class _Job:
-    """One choice before it is asked for."""
+    """One choice before it is asked for, and which of the request's prompts it goes on after."""
 
     index: int
+    prompt: int
     token_ids: list[int]
     sampling: SamplingParams
     tools: ToolUse | None = None
@@ -261,7 +262,7 @@ class Answering:
 
     def usage(self) -> Usage:
         """What the request has taken so far."""
-        prompts = {id(job.token_ids): len(job.token_ids) for job in self._jobs}
+        prompts = {job.prompt: len(job.token_ids) for job in self._jobs}
         return Usage(
             sum(prompts.values()),
             sum(answer.completion_tokens for answer in self.answers),
@@ -487,28 +488,10 @@ class Serving:
     async def _jobs(
         self, request: ChatRequest | CompletionRequest, route: Route, text: ModelText
     ) -> list[_Job]:
-        use = None
+        choices = request.n or 1
+        uses: list[ToolUse | None] = [None]
         if isinstance(request, ChatRequest):
-            form = await text.tool_format(self._renderer) if request.with_tools else GENERIC
-            use = tool_use(request, form)
-            pieces = await chat_pieces(
-                self._renderer,
-                text.vocabulary,
-                text.specials,
-                request,
-                form,
-                "" if use is None else use.beginning,
-            )
-            _check_length(pieces, route)
-            prompts = [
-                [
-                    token_id
-                    for piece in pieces
-                    for token_id in await text.tokenize(
-                        route.head, piece, add_special=False, parse_special=True
-                    )
-                ]
-            ]
+            prompts, uses = await self._chat_prompts(request, route, text)
         else:
             _check_length([each for each in request.prompts if isinstance(each, str)], route)
             prompts = [
@@ -517,6 +500,7 @@ class Serving:
                 else await text.tokenize(route.head, prompt, add_special=True, parse_special=False)
                 for prompt in request.prompts
             ]
+            prompts = [prompt for prompt in prompts for _ in range(choices)]
         if not all(prompts):
             raise RequestError(
                 errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, "expected a prompt, got an empty one"
@@ -526,12 +510,38 @@ class Serving:
         return [
             _Job(
                 index,
-                prompts[index // (request.n or 1)],
+                index // choices,
+                prompt,
                 dataclasses.replace(sampling, seed=request.seed_of(index, random_seed)),
-                use,
+                uses[index % len(uses)],
             )
-            for index in range(len(prompts) * (request.n or 1))
+            for index, prompt in enumerate(prompts)
         ]
+
+    async def _chat_prompts(
+        self, request: ChatRequest, route: Route, text: ModelText
+    ) -> tuple[list[list[int]], list[ToolUse | None]]:
+        """The tokens of each choice's prompt, and how it uses tools.
+
+        They differ where a template writes the id of a call that the prompt begins.
+        """
+        form = await text.tool_format(self._renderer) if request.with_tools else GENERIC
+        use = tool_use(request, form)
+        uses = [use] + [use and use.of_another_choice() for _ in range(1, request.n or 1)]
+        prompts: dict[str, list[int]] = {}
+        for beginning in dict.fromkeys("" if each is None else each.beginning for each in uses):
+            pieces = await chat_pieces(
+                self._renderer, text.vocabulary, text.specials, request, form, beginning
+            )
+            _check_length(pieces, route)
+            prompts[beginning] = [
+                token_id
+                for piece in pieces
+                for token_id in await text.tokenize(
+                    route.head, piece, add_special=False, parse_special=True
+                )
+            ]
+        return [prompts["" if each is None else each.beginning] for each in uses], uses
 
 
 def _sampling(request: ChatRequest | CompletionRequest, vocabulary_size: int) -> SamplingParams:

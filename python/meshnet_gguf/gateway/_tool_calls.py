@@ -39,7 +39,10 @@ _SEED_STEP = 0x9E3779B1
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about tools. `forced`: one of these must be called, `call_id` is it."""
+    """What a request says about tools. `forced`: one of these must be called, `call_id` is it.
+
+    Every choice of a request has one of its own, with its own `call_id`.
+    """
 
     form: ToolFormat
     schemas: Mapping[str, Mapping[str, Any]]
@@ -47,6 +50,10 @@ class ToolUse:
     forced: tuple[str, ...]
     parallel: bool
     call_id: str = field(default_factory=new_call_id)
+
+    def of_another_choice(self) -> ToolUse:
+        """The same for one more choice."""
+        return dataclasses.replace(self, call_id=new_call_id())
 
     @property
     def beginning(self) -> str:

@@ -7,6 +7,7 @@ grammar makes it say: where a test needs a certain answer of the model's own, it
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,8 +19,9 @@ from meshnet_gguf.client import SamplingParams
 from meshnet_gguf.gateway import _serving
 from meshnet_gguf.gateway._generation import Begun, Ended, Piece
 from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse
-from meshnet_gguf.gateway._tool_format import GENERIC
+from meshnet_gguf.gateway._tool_format import GENERIC, ToolFormat
 from meshnet_gguf.gateway._tool_parser import CallArguments, CallBegun
+from meshnet_gguf.gateway.routes import ModelText
 from meshnet_gguf.testing.gateway import MODEL, FakeGateway, fake_gateway
 from meshnet_gguf.testing.scripted_head import Talk, scripted_route
 
@@ -104,6 +106,52 @@ async def test_a_streamed_call_is_the_same(gateway: FakeGateway) -> None:
     assert len(parts) > 5
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_every_choice_has_a_call_with_an_id_of_its_own(
+    gateway: FakeGateway, choice: Any
+) -> None:
+    whole = await ask(gateway, tool_choice=choice, n=3)
+    ids = [call.id for each in whole.choices for call in each.message.tool_calls]
+    assert len(set(ids)) == len(ids) == 3
+    stream = await ask(gateway, tool_choice=choice, n=3, stream=True)
+    streamed: dict[int, list[str]] = {}
+    async for chunk in stream:
+        for each in chunk.choices:
+            for part in each.delta.tool_calls or ():
+                streamed.setdefault(each.index, []).append(part.id)
+    # Said once, with the call's first part.
+    assert [bool(part) for part in streamed[0]] == [True] + [False] * (len(streamed[0]) - 1)
+    assert len({parts[0] for parts in streamed.values()}) == 3
+    alone = await ask(gateway, tool_choice=choice)
+    assert whole.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+async def test_a_call_id_that_the_template_writes_is_that_of_its_choice(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral's: what the model has read is what the client is told."""
+    with_id = ToolFormat("named", opening="[TOOL]", between="[ID]probe0001[ARGS]")
+    read: list[str] = []
+
+    async def form_of(*_: Any) -> ToolFormat:
+        return with_id
+
+    async def tokenize(self: ModelText, head: Any, text: str, **options: Any) -> list[int]:
+        read.append(text)
+        return await plain(self, head, text, **options)
+
+    plain = ModelText.tokenize
+    monkeypatch.setattr(ModelText, "tool_format", form_of)
+    monkeypatch.setattr(ModelText, "tokenize", tokenize)
+    one = {"type": "function", "function": {"name": "now"}}
+    answer = await ask(gateway, tool_choice=one, n=2)
+    ids = [choice.message.tool_calls[0].id for choice in answer.choices]
+    assert re.findall(r"\[ID\](\w{9})\[ARGS\]", "".join(read)) == ids
+    assert ids[0] != ids[1]
+    alone = await ask(gateway, tool_choice=one)
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
 
 
 async def test_the_stream_helper_of_the_client_takes_it(gateway: FakeGateway) -> None:
