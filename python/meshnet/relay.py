@@ -25,6 +25,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from meshnet.errors import ControlError, Reason, abort
+from meshnet.tasks import cancel
 from meshnet.telemetry import Telemetry
 from proto.meshnet.control.v1 import relay_pb2 as pb
 
@@ -287,9 +288,7 @@ class Relay:
                 pump.result()  # its error, if it has one
             error = await asyncio.shield(call.ended)
         finally:
-            pump.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await pump
+            await cancel(pump)
         if error is not None:
             raise error
 

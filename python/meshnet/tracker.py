@@ -32,6 +32,7 @@ from meshnet.errors import ControlError, Reason
 from meshnet.routing import Candidate, Demand, LaneIndex, Seam, SelectedRoute
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.storage import Decided, Extend, Insert, Purge, Reading, Storage, Upsert, Write
+from meshnet.tasks import cancel
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 
 __all__ = ["Tracker", "TrackerOptions"]
@@ -127,10 +128,7 @@ class Tracker:
 
     async def close(self) -> None:
         """Stops; the storage stays open."""
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await cancel(*self._tasks)
 
     # ---- Workers ----
 

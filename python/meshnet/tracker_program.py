@@ -16,6 +16,7 @@ from meshnet.clock import SystemClock
 from meshnet.collection import collect_in_small_steps
 from meshnet.program import end_on_signals, log, serve_until_told
 from meshnet.signing import SigningKey, TrustedKeys
+from meshnet.tasks import cancel
 from meshnet.tracker import TrackerOptions
 from meshnet.tracker_server import TrackerServer, TrackerSettings
 from meshnet.transport import Security, TlsFiles
@@ -76,7 +77,7 @@ async def run(settings: TrackerSettings) -> None:
         log("listening", address=server.endpoint, metrics_port=server.metrics_port)
         collecting = asyncio.create_task(collect_in_small_steps(SystemClock()))
         await ended.wait()
-        collecting.cancel()
+        await cancel(collecting)
         log("stopping")
 
 

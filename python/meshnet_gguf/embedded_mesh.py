@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from meshnet.signing import SigningKey
+from meshnet.tasks import cancel
 from meshnet.tracker import TrackerOptions
 from meshnet.tracker_server import TrackerServer, TrackerSettings
 from meshnet.transport import Security
@@ -122,7 +123,7 @@ class RunningNode:
         try:
             await asyncio.wait({registered, self._task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            registered.cancel()
+            await cancel(registered)
         if self._task.done():
             await self._task
 
@@ -222,9 +223,7 @@ class EmbeddedMesh:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         for task in done:
             task.result()
 

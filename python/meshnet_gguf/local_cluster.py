@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from meshnet.tasks import cancel
 from meshnet.transport import Security
 
 from meshnet_gguf.client import LayerRange, WorkerClient
@@ -190,9 +191,7 @@ class WorkerProcess(LoggedProcess):
                     raise self._died()
                 await ready
             finally:
-                for task in (ready, ended):
-                    task.cancel()
-                await asyncio.gather(ready, ended, return_exceptions=True)
+                await cancel(ready, ended)
 
     def _died(self) -> MeshnetError:
         reason: int = errors_pb2.REASON_ENGINE_FAILURE

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet.errors import ControlError, Reason
 from meshnet.routing import sessions_at_once
+from meshnet.tasks import cancel
 from meshnet.tracker_client import TrackerClient
 from meshnet.transport import Security
 
@@ -257,8 +258,7 @@ class TrackerRouteSource:
             tracked = TrackedRoute(self, *await self.reach(chosen))
             yield tracked
         finally:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await cancel(keeper)
             if tracked is not None:
                 await tracked.route.close()
             # An unreachable tracker forgets the session when its time is over.

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from absl import app, flags
+from meshnet.tasks import cancel
 from meshnet.transport import is_loopback
 
 from meshnet_gguf.cli import output
@@ -159,8 +160,6 @@ async def first_of(ended: Awaitable[Any], failed: Callable[[], Awaitable[None]] 
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
     for task in done:
         task.result()

@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from absl import app, flags
+from meshnet.tasks import cancel
 from meshnet.transport import KeyFiles, is_loopback
 
 from meshnet_gguf import progress
@@ -194,7 +195,7 @@ async def _serve(model: str, ended: asyncio.Event, is_ready: Callable[[], None])
             following = asyncio.create_task(
                 follow_capacity(admission, mesh.capacity, limit=mesh.most)
             )
-            stack.push_async_callback(_cancelled, following)
+            stack.push_async_callback(cancel, following)
         _collect_early()
         is_ready()
         _say_ready(mesh, server.url, time.monotonic() - started)
@@ -210,11 +211,6 @@ def _collect_early() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(gc.get_threshold()[0], 1)
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+from meshnet.tasks import cancel
 
 from meshnet_gguf.chat import ChatMessage, render_chat
 from meshnet_gguf.client._values import (
@@ -300,8 +301,7 @@ class Session:
         if self._call is not None:
             self._call.cancel()
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await cancel(self._reader)
 
     async def _start(self, generation: Generation) -> None:
         if self._running is not None:

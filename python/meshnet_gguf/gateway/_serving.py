@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from meshnet.tasks import cancel
+
 from meshnet_gguf.client import Route, SamplingParams, Session, Token
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._answers import (
@@ -158,9 +160,7 @@ class Answering:
                 else:
                     yield event
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
     async def _choice(self, number: int) -> AsyncGenerator[bytes, None]:
         job, answer = self._jobs[number], self.answers[number]

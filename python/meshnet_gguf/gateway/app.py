@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshnet.tasks import cancel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -149,14 +150,11 @@ class _Exchange:
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and not self.answered:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel(task)
                 raise _ClientGoneError
             await task
         finally:
-            for each in (task, gone):
-                each.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+            await cancel(task, gone)
 
     async def _gone(self) -> None:
         message: AsgiMessage = {}

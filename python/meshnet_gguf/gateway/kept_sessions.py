@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from meshnet.tasks import cancel
+
 from meshnet_gguf.client import Session
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway.admission import Admission
@@ -138,8 +140,7 @@ class KeptSessions:
         self.seconds = 0.0
         await self.end_all()
         if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+            await cancel(self._sweeper)
 
     def _usable(self) -> list[Lease]:
         now = self._clock()

@@ -32,6 +32,7 @@ from typing import Any, Final, TypeVar
 
 from meshnet.clock import Clock, SystemClock
 from meshnet.errors import ControlError, Reason
+from meshnet.tasks import cancel
 from meshnet.telemetry import Telemetry
 from meshnet.tracker_client import TrackerClient
 from meshnet.transport import Security, bind, make_server
@@ -433,7 +434,7 @@ class Node:
         try:
             done, _ = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancelled(*tasks, ending)
+            await cancel(*tasks, ending)
             await self._withdraw(tracker)
         for task in done - {ending}:
             await task  # raises what it ended with
@@ -512,11 +513,11 @@ class Node:
                         reason=record.get("reason"),
                         message=record.get("message"),
                     )
-                    await _cancelled(keeping)
+                    await cancel(keeping)
                     keeping = None
                     await self._withdraw(tracker)
         finally:
-            await _cancelled(coming, *([keeping] if keeping else []))
+            await cancel(coming, *([keeping] if keeping else []))
 
     async def _keep_registered(
         self,
@@ -697,13 +698,7 @@ async def _first(work: Coroutine[Any, Any, _Result], ended: asyncio.Event) -> _R
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
     finally:
-        await _cancelled(working, ending)
-
-
-async def _cancelled(*tasks: Awaitable[Any]) -> None:
-    for task in tasks:
-        asyncio.ensure_future(task).cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(working, ending)
 
 
 def _sha256(path: pathlib.Path) -> str:
