@@ -50,6 +50,8 @@ class Reason(enum.Enum):
     CANCELLED = (19, grpc.StatusCode.CANCELLED)
     # Who are you.
     UNAUTHENTICATED = (20, grpc.StatusCode.UNAUTHENTICATED)
+    # Others have all that there is.
+    SESSIONS_EXHAUSTED = (21, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     @property
     def code(self) -> grpc.StatusCode:

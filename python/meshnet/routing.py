@@ -208,8 +208,9 @@ class LaneIndex:
         self._ends: dict[int, set[int]] = {}
         self._measuring: dict[str, set[int]] = {}  # slots that measured towards a node
         self._edges: dict[int, _Edges] = {}
-        # Per slot: stage cost, access latency, access bytes/s, expiry (0 = unusable), tie-breaker.
-        self._columns: _Ints = np.zeros((5, 8), dtype=np.int64)
+        # Per slot: stage cost, access latency, access bytes/s, expiry (0 = unusable), tie-breaker,
+        # expiry as if nobody had a session there.
+        self._columns: _Ints = np.zeros((6, 8), dtype=np.int64)
         self._joints: dict[int, _Joint] = {}
         # Slots in the order of their digests, and each slot's place in it; None: to be made.
         self._order: tuple[_Ints, _Ints] | None = None
@@ -263,7 +264,7 @@ class LaneIndex:
         assert candidate is not None
         begin, end = candidate.span
         self._candidates[slot] = None
-        self._columns[3, slot] = 0
+        self._columns[[3, 5], slot] = 0
         self._by_node[candidate.node_id].discard(slot)
         self._begins[begin].discard(slot)
         self._ends[end].discard(slot)
@@ -283,12 +284,14 @@ class LaneIndex:
     def _store(self, slot: int, candidate: Candidate) -> None:
         self._candidates[slot] = candidate
         has_room = candidate.sessions < candidate.max_sessions
+        expires_ms = candidate.expires_ms if candidate.usable else 0
         self._columns[:4, slot] = (
             stage_cost(candidate),
             candidate.access_latency_us,
             candidate.access_bytes_per_second,
-            candidate.expires_ms if candidate.usable and has_room else 0,
+            expires_ms if has_room else 0,
         )
+        self._columns[5, slot] = expires_ms
 
     def _connect(self, slot: int, candidate: Candidate) -> None:
         """Enters the measured seams between a new worker and those that are there."""
@@ -337,8 +340,8 @@ class LaneIndex:
             self._order = (by_rank, ranks)
         return self._order
 
-    def _usable(self, demand: Demand) -> npt.NDArray[np.bool_]:
-        usable: npt.NDArray[np.bool_] = self._columns[3] > demand.now_ms
+    def _usable(self, demand: Demand, *, were_empty: bool = False) -> npt.NDArray[np.bool_]:
+        usable: npt.NDArray[np.bool_] = self._columns[5 if were_empty else 3] > demand.now_ms
         for worker in demand.avoid_workers:
             if worker in self._slots:
                 usable[self._slots[worker]] = False
@@ -447,7 +450,15 @@ class LaneIndex:
 
     def coverage(self, demand: Demand) -> str:
         """For people: how far usable workers reach, when no route is found."""
-        usable = self._usable(demand)
+        reached = max(self._reached(self._usable(demand)))
+        return f"usable workers cover units 0 to {reached} of {self.model_units}"
+
+    def is_full(self, demand: Demand) -> bool:
+        """Whether there would be a route if workers had room for more sessions than they have."""
+        return self.model_units in self._reached(self._usable(demand, were_empty=True))
+
+    def _reached(self, usable: npt.NDArray[np.bool_]) -> set[int]:
+        """The boundaries up to which some of these workers cover all units."""
         reached = {0}
         for boundary in sorted(set(self._begins)):
             if boundary in reached:
@@ -455,7 +466,7 @@ class LaneIndex:
                     candidate = self._candidates[slot]
                     if usable[slot] and candidate is not None:
                         reached.add(candidate.span[1])
-        return f"usable workers cover units 0 to {max(reached)} of {self.model_units}"
+        return reached
 
 
 def sessions_at_once(model_units: int, rooms: Iterable[tuple[tuple[int, int], int]]) -> int:

@@ -351,10 +351,14 @@ class Tracker:
         return await self._record(following, request.epoch)
 
     def _choose(self, model_id: str, fingerprint: str, demand: Demand) -> pb.RouteResponse:
-        """The cheapest route of all admitted lanes of a model. Raises ControlError (NO_ROUTE)."""
+        """The cheapest route of all admitted lanes of a model.
+
+        Raises ControlError: SESSIONS_EXHAUSTED where there is one once others have ended, NO_ROUTE.
+        """
         lanes = self._lanes.get(model_id, {})
         best: tuple[int, str, SelectedRoute] | None = None
         refusals = []
+        full = False
         for name, lane in sorted(lanes.items()):
             if fingerprint and name != fingerprint:
                 continue
@@ -365,10 +369,17 @@ class Tracker:
             found = lane.cheapest(demand)
             if found is None:
                 refusals.append(f"fingerprint {name[:16]}: {lane.coverage(demand)}")
+                full = full or lane.is_full(demand)
             elif best is None or (found.total_us, name) < best[:2]:
                 best = (found.total_us, name, found)
         if best is None:
             why = "; ".join(refusals) or "no worker is registered for it"
+            if full:
+                raise ControlError(
+                    Reason.SESSIONS_EXHAUSTED,
+                    f"expected workers of model {model_id} with room for a session, others have "
+                    f"taken it all: {why}; ask again later",
+                )
             raise ControlError(Reason.NO_ROUTE, f"no complete route for model {model_id}: {why}")
         total, name, selected = best
         hops = []

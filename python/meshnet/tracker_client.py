@@ -86,7 +86,7 @@ class TrackerClient:
         return await self._call(lambda stub: stub.Deregister, request)
 
     async def select_route(self, request: pb.SelectRouteRequest) -> pb.RouteResponse:
-        """The cheapest route, or NO_ROUTE."""
+        """The cheapest route. Raises ControlError: NO_ROUTE, SESSIONS_EXHAUSTED."""
         return await self._call(lambda stub: stub.SelectRoute, request)
 
     async def reroute(self, request: pb.RerouteRequest) -> pb.RouteResponse:

@@ -181,6 +181,10 @@ def test_unusable_workers_are_never_chosen(change: dict[str, object]) -> None:
     lane.put(candidate("b", 3, 6, **change))
     assert workers(lane) is None
     assert lane.coverage(Demand(NOW)) == "usable workers cover units 0 to 3 of 6"
+    assert lane.is_full(Demand(NOW)) == ("sessions" in change)
+    assert not lane.is_full(Demand(NOW, avoid_workers={"a"}))
+    lane.remove("b")
+    assert not lane.is_full(Demand(NOW))
 
 
 def test_a_removed_worker_is_gone() -> None:

@@ -230,13 +230,27 @@ async def test_an_untouched_session_frees_its_workers(database: str) -> None:
         request = pb.SelectRouteRequest(model_id="m", session_id="s", ttl_ms=2000)
         await tracker.select_route(request)
         assert await visible(tracker) == {"a": "full"}
-        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        assert await refused(route(tracker)) is Reason.SESSIONS_EXHAUSTED
         await clock.advance(1999)
         await tracker.touch_session(pb.TouchSessionRequest(session_id="s"))
         await clock.advance(1999)
-        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        assert await refused(route(tracker)) is Reason.SESSIONS_EXHAUSTED
         await clock.advance(1000)  # the sweep comes once a second
         assert await route(tracker) == ["a"]
+
+
+async def test_full_is_said_of_what_only_lacks_room(database: str) -> None:
+    async with running(database, ManualClock()) as tracker:
+        await register(tracker, "a", 0, 2, max_sessions=1)
+        await register(tracker, "b", 2, 4)
+        first = await tracker.select_route(pb.SelectRouteRequest(model_id="m", session_id="s"))
+        assert await refused(route(tracker)) is Reason.SESSIONS_EXHAUSTED
+        assert await refused(route(tracker, fingerprint="g")) is Reason.NO_ROUTE
+        # A way round b is none, however much room a has.
+        around = pb.RerouteRequest(session_id="s", epoch=first.epoch, failed_worker_ids=["b"])
+        assert await refused(tracker.reroute(around)) is Reason.NO_ROUTE
+        await tracker.deregister(pb.DeregisterRequest(worker_id="b"))
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
 
 
 async def test_a_closed_session_frees_its_worker_before_the_next_heartbeat(database: str) -> None:
@@ -244,7 +258,7 @@ async def test_a_closed_session_frees_its_worker_before_the_next_heartbeat(datab
         generation = (await register(tracker, "a", 0, 4, max_sessions=1)).generation
         await tracker.select_route(pb.SelectRouteRequest(model_id="m", session_id="s"))
         await beat(tracker, "a", generation, open_sessions=1)
-        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        assert await refused(route(tracker)) is Reason.SESSIONS_EXHAUSTED
         await tracker.close_session(pb.CloseSessionRequest(session_id="s"))
         assert await route(tracker) == ["a"]
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["RequestError", "error_body", "error_event", "headers_of", "http_status", "words_of"]
+__all__ = [
+    "RequestError",
+    "error_body",
+    "error_event",
+    "headers_of",
+    "http_status",
+    "names_machine",
+    "words_of",
+]
 
 _UNAUTHENTICATED = 16
 
@@ -62,6 +71,31 @@ _OTHER_WORDS = (
     "the machines that serve the model failed; ask again, and if that does not help, tell the "
     "gateway's operator the answer's x-request-id"
 )
+# Of refusals that are the client's to mend, those are told as a worker says them that are about
+# what the client has sent, and name no machine.
+_TOLD = frozenset(
+    {
+        errors_pb2.REASON_CONTEXT_EXCEEDED,
+        errors_pb2.REASON_FEATURE_UNSUPPORTED,
+        errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+        errors_pb2.REASON_GRAMMAR_DEAD_END,
+        errors_pb2.REASON_GRAMMAR_INVALID,
+        errors_pb2.REASON_GRAMMAR_TOO_COSTLY,
+        errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED,
+        errors_pb2.REASON_QUEUE_FULL,
+        errors_pb2.REASON_RATE_LIMITED,
+        errors_pb2.REASON_SAMPLING_INVALID,
+        errors_pb2.REASON_SESSIONS_EXHAUSTED,
+        errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
+    }
+)
+_MACHINE = re.compile(
+    r"\b(?:address|dial|endpoint|relay)\b|\b\d{1,3}(?:\.\d{1,3}){3}\b|[\w\]-]:\d{2,5}\b"
+)
+_REFUSED_WORDS = (
+    "the machines that serve the model refuse this request; if nothing is wrong with it, tell the "
+    "gateway's operator the answer's x-request-id"
+)
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -100,12 +134,21 @@ def http_status(error: MeshnetError) -> int:
     return _STATUS_OF_CODES.get(error.grpc_code, 500)
 
 
+def names_machine(message: str) -> bool:
+    """Whether a message of the mesh may say where a machine is."""
+    return _MACHINE.search(message) is not None
+
+
 def words_of(error: MeshnetError) -> str:
     """What a client is told."""
     where = f" (stage [{error.stage[0]}, {error.stage[1]}))" if error.stage else ""
-    if isinstance(error, RequestError) or http_status(error) < 500:
+    if isinstance(error, RequestError):
         return error.message + where
-    return _WORDS.get(error.reason, _OTHER_WORDS) + where
+    if http_status(error) >= 500:
+        return _WORDS.get(error.reason, _OTHER_WORDS) + where
+    if error.reason in _TOLD and not names_machine(error.message):
+        return error.message + where
+    return _REFUSED_WORDS + where
 
 
 def error_body(error: MeshnetError) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, Sampl
 from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse, check_tools, tool_use
 from meshnet_gguf.gateway._tool_format import GENERIC
 from meshnet_gguf.gateway._tool_parser import CallArguments, CallBegun, Content, ToolEvent
-from meshnet_gguf.gateway.admission import Admission, KeyLimits
+from meshnet_gguf.gateway.admission import Admission, KeyLimits, Place
 from meshnet_gguf.gateway.kept_sessions import KeptSessions, Lease
 from meshnet_gguf.gateway.routes import ModelText, ServedModel, report
 from meshnet_gguf.gateway.template_process import TemplateRenderer
@@ -65,13 +65,9 @@ _OPEN_AGAIN_AFTER = frozenset(
         errors_pb2.REASON_STALE_EPOCH,
     }
 )
-_FULL = frozenset(
-    {
-        errors_pb2.REASON_SESSIONS_EXHAUSTED,
-        errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED,
-        errors_pb2.REASON_NO_ROUTE,
-    }
-)
+_FULL = frozenset({errors_pb2.REASON_SESSIONS_EXHAUSTED, errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED})
+# Others have what this request needs, and will give it back.
+_TAKEN = frozenset({errors_pb2.REASON_SESSIONS_EXHAUSTED, errors_pb2.REASON_QUEUE_FULL})
 
 _Form = ChatForm | CompletionForm
 _Opened = TypeVar("_Opened")
@@ -90,12 +86,17 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request, whose it is, and how many sessions it needs."""
+    """A request, whose it is, and its place, with as many slots as it needs sessions."""
 
     owner: str
     model: ServedModel
     request: ChatRequest | CompletionRequest
-    choices: int
+    place: Place
+
+    @property
+    def choices(self) -> int:
+        """How many sessions it needs."""
+        return self.place.slots
 
 
 class Answering:
@@ -324,9 +325,9 @@ class Serving:
         _check(request)
         prompts = request.prompts if isinstance(request, CompletionRequest) else [None]
         choices = len(prompts) * (request.n or 1)
-        async with self.admission.enter(owner=owner, choices=choices, limits=limits):
-            await self.kept.make_room()
-            answering = await self._open(_Asked(owner, model, request, choices))
+        async with self.admission.enter(owner=owner, choices=choices, limits=limits) as place:
+            asked = _Asked(owner, model, request, place)
+            answering = await self._once_there_is_room(place, lambda: self._open(asked))
             try:
                 async with self._in_answer_time():
                     yield answering
@@ -360,6 +361,26 @@ class Serving:
             await lease.stack.aclose()
         else:
             await self.kept.put(lease)
+
+    async def _once_there_is_room(
+        self, place: Place, opening: Callable[[], Awaitable[_Opened]]
+    ) -> _Opened:
+        """Opens sessions, again whenever it is this request's turn while others fill the mesh."""
+        while True:
+            await self.kept.make_room()
+            try:
+                opened = await opening()
+            except MeshnetError as error:
+                if error.reason not in _TAKEN:
+                    raise
+                taken = error
+            else:
+                place.served()
+                return opened
+            try:
+                await place.wait_again(taken.retry_after_ms)
+            except MeshnetError as error:
+                raise error from taken
 
     async def _open(self, asked: _Asked) -> Answering:
         until = asyncio.get_running_loop().time() + self._open_within
@@ -416,8 +437,12 @@ class Serving:
 
         async def renewed(lease: Lease, error: MeshnetError) -> Lease:
             await self._give_up([lease], error)
-            until = asyncio.get_running_loop().time() + self._open_within
-            return await self._in_time(until, self._fresh(asked, lease, error))
+
+            def opening() -> Awaitable[Lease]:
+                until = asyncio.get_running_loop().time() + self._open_within
+                return self._in_time(until, self._fresh(asked, lease, error))
+
+            return await self._once_there_is_room(asked.place, opening)
 
         return Answering(request, form, jobs, leases, text, length, renewed)
 

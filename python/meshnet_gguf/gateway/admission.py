@@ -1,19 +1,23 @@
 """Who may be served now, who waits, and who is told to come again.
 
     admission = Admission(max_active=8, max_queued=64, queue_seconds=30)
-    async with admission.enter(owner="key-1", choices=2, limits=KeyLimits(max_active=4)):
+    async with admission.enter(owner="key-1", choices=2, limits=KeyLimits(max_active=4)) as place:
         ...
 
 Slots are those of the workers: a choice of a request takes one session on every stage. When their
 number changes, follow_capacity() has admission go along. Requests wait in one line, first come
-first served, and one that needs several slots is not overtaken.
+first served, and one that needs several slots is not overtaken. Others may have the workers'
+sessions too: who has been given a slot and is refused by the mesh waits again, in the place that
+was its own (Place.wait_again), and until one has found room they ask one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,12 +29,15 @@ from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["Admission", "KeyLimits", "follow_capacity"]
+__all__ = ["Admission", "KeyLimits", "Place", "follow_capacity"]
 
 _LOG = logging.getLogger("meshnet.gateway")
 _MINUTE = 60.0
 # Of a tracker of thousands of workers no more is asked than this share of the time.
 _BUSY_SHARE = 0.02
+# A mesh that others fill is asked again so often, or when it says.
+_ASK_AGAIN_SECONDS = 0.25
+_ASK_AGAIN_AT_MOST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,26 @@ class KeyLimits:
     requests_per_minute: int = 0
 
 
-class _Waiter:
-    def __init__(self, slots: int) -> None:
+class Place:
+    """One request's slots, or its place in the line for them. Made by Admission.enter()."""
+
+    def __init__(self, admission: Admission, slots: int, number: int, until: float) -> None:
         self.slots = slots
+        self.number = number
+        self.until = until
         self.admitted = asyncio.Event()
+        self._admission = admission
+
+    async def wait_again(self, retry_after_ms: int = 0) -> None:
+        """Gives the slots back, as the mesh has none left, and waits for its turn to ask again.
+
+        Raises MeshnetError (QUEUE_FULL) as Admission.enter() does.
+        """
+        await self._admission.wait_again(self, retry_after_ms)
+
+    def served(self) -> None:
+        """Says that the mesh had room."""
+        self._admission.served(self)
 
 
 class Admission:
@@ -63,7 +86,11 @@ class Admission:
         self.queue_seconds = queue_seconds
         self.active = 0
         self._clock = clock
-        self._line: collections.deque[_Waiter] = collections.deque()
+        self._line: list[Place] = []  # who came first is first
+        self._numbers = itertools.count()
+        # While the mesh is full of others' sessions: when it is asked again, or who asks it.
+        self._again: asyncio.TimerHandle | None = None
+        self._asking: Place | None = None
         self._active_of: collections.Counter[str] = collections.Counter()
         self._requests_of: dict[str, collections.deque[float]] = {}
 
@@ -80,7 +107,7 @@ class Admission:
     @contextlib.asynccontextmanager
     async def enter(
         self, *, owner: str, choices: int = 1, limits: KeyLimits | None = None
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[Place]:
         """Holds `choices` slots while the block runs.
 
         Raises MeshnetError: FIELD_OUT_OF_BOUNDS for more choices than there are slots at all,
@@ -95,13 +122,15 @@ class Admission:
                 "n",
             )
         self._active_of[owner] += choices
+        until = asyncio.get_running_loop().time() + self.queue_seconds
+        place = Place(self, choices, next(self._numbers), until)
         try:
-            await self._take(choices)
+            await self._take(place)
             try:
-                yield
+                yield place
             finally:
-                self.active -= choices
-                self._admit()
+                if place.admitted.is_set():
+                    self._leave(place)
         finally:
             self._active_of[owner] -= choices
             if not self._active_of[owner]:
@@ -130,32 +159,84 @@ class Admission:
             )
         recent.append(now)
 
-    async def _take(self, slots: int) -> None:
-        if not self._line and self.active + slots <= self.max_active:
-            self.active += slots
-            return
-        if len(self._line) >= self.max_queued:
-            raise self._full(f"{len(self._line)} requests wait already")
-        waiter = _Waiter(slots)
-        self._line.append(waiter)
-        try:
-            async with asyncio.timeout(self.queue_seconds):
-                await waiter.admitted.wait()
-        except BaseException as error:
-            if waiter.admitted.is_set():
-                self.active -= slots
-            else:
-                self._line.remove(waiter)
+    async def wait_again(self, place: Place, retry_after_ms: int) -> None:
+        """See Place.wait_again()."""
+        # Whoever was the first of the line has not lost that place to one who came later.
+        waits = self._asking is place or len(self._line) < self.max_queued
+        self._give_back(place)
+        if (waits or self._line) and self._again is None and self._asking is None:
+            seconds = min(retry_after_ms / 1000, _ASK_AGAIN_AT_MOST_SECONDS) or _ASK_AGAIN_SECONDS
+            self._again = asyncio.get_running_loop().call_later(seconds, self._ask)
+        if not waits:
+            raise self._line_full()
+        await self._wait(place)
+
+    def served(self, place: Place) -> None:
+        """See Place.served()."""
+        if self._asking is place:
+            self._asking = None
             self._admit()
+
+    async def _take(self, place: Place) -> None:
+        if not self._line and self._fits(place):
+            self._give(place)
+        elif len(self._line) >= self.max_queued:
+            raise self._line_full()
+        else:
+            await self._wait(place)
+
+    async def _wait(self, place: Place) -> None:
+        bisect.insort(self._line, place, key=lambda each: each.number)
+        try:
+            async with asyncio.timeout_at(place.until):
+                await place.admitted.wait()
+        except BaseException as error:
+            if place.admitted.is_set():
+                self._leave(place)
+            else:
+                self._line.remove(place)
+                self._admit()
             if isinstance(error, TimeoutError):
                 raise self._full(f"none became free within {self.queue_seconds:g} s") from error
             raise
 
+    def _fits(self, place: Place) -> bool:
+        free = self._again is None and self._asking is None
+        return free and self.active + place.slots <= self.max_active
+
+    def _give(self, place: Place) -> None:
+        self.active += place.slots
+        place.admitted.set()
+
+    def _give_back(self, place: Place) -> None:
+        self.active -= place.slots
+        place.admitted.clear()
+        if self._asking is place:
+            self._asking = None
+
+    def _leave(self, place: Place) -> None:
+        self._give_back(place)
+        if self._again is None:
+            self._admit()
+        else:
+            # What it had of the mesh is free now.
+            self._ask()
+
     def _admit(self) -> None:
-        while self._line and self.active + self._line[0].slots <= self.max_active:
-            waiter = self._line.popleft()
-            self.active += waiter.slots
-            waiter.admitted.set()
+        while self._line and self._fits(self._line[0]):
+            self._give(self._line.pop(0))
+
+    def _ask(self) -> None:
+        """Lets the first of the line see whether the mesh has room again."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if self._line and self._fits(self._line[0]):
+            self._asking = self._line.pop(0)
+            self._give(self._asking)
+
+    def _line_full(self) -> MeshnetError:
+        return self._full(f"{len(self._line)} requests wait already")
 
     def _full(self, why: str) -> MeshnetError:
         return MeshnetError(

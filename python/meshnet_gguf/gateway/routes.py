@@ -26,7 +26,7 @@ from meshnet_gguf.client import (
     open_route,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gateway._failures import RequestError
+from meshnet_gguf.gateway._failures import RequestError, names_machine
 from meshnet_gguf.gateway._prompts import SpecialTexts, tool_format
 from meshnet_gguf.gateway._tool_format import ToolFormat
 from meshnet_gguf.gateway.template_process import TemplateRenderer
@@ -164,7 +164,7 @@ def _of_control(error: ControlError) -> MeshnetError:
     known = errors_pb2.Reason.DESCRIPTOR.values_by_name.get(f"REASON_{error.reason.name}")
     if known is None or error.reason is Reason.PEER_UNREACHABLE:
         return MeshnetError(errors_pb2.REASON_NO_ROUTE, f"the tracker says: {error}")
-    if error.reason is Reason.NO_ROUTE:
+    if error.reason is Reason.NO_ROUTE and not names_machine(error.message):
         return RequestError(errors_pb2.REASON_NO_ROUTE, f"the tracker says: {error.message}")
     return MeshnetError(known.number, f"the tracker says: {error.message}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 from meshnet.transport import KeyFiles
@@ -21,18 +22,18 @@ from meshnet_gguf.gateway import (
     TemplateRenderer,
     make_app,
 )
+from meshnet_gguf.gateway.routes import WatchedRouteSource
 from meshnet_gguf.testing.cluster import FakeCluster, cluster_of, fake_specs
 
-__all__ = ["MODEL", "FakeGateway", "fake_gateway"]
+__all__ = ["MODEL", "FakeGateway", "RunningGateway", "fake_gateway", "gateway_over"]
 
 MODEL = "fake"
 
 
 @dataclass(frozen=True)
-class FakeGateway:
-    """A running gateway, the workers behind it and a client of it that never retries."""
+class RunningGateway:
+    """A running gateway and a client of it that never retries."""
 
-    fake: FakeCluster
     url: str
     client: openai.AsyncOpenAI
     admission: Admission
@@ -40,39 +41,40 @@ class FakeGateway:
     kept: KeptSessions
 
 
+@dataclass(frozen=True)
+class FakeGateway(RunningGateway):
+    """One with the workers behind it."""
+
+    fake: FakeCluster
+
+
 @contextlib.asynccontextmanager
-async def fake_gateway(
-    cuts: Sequence[int] = (4,),
-    *flags: str,
+async def gateway_over(
+    source: WatchedRouteSource,
+    *,
+    model: str = MODEL,
     admission: Admission | None = None,
     options: GatewayOptions | None = None,
     api_key: str = "unused",
     open_within: float = 30.0,
     keep_seconds: float = 0.0,
     tls: KeyFiles | None = None,
-) -> AsyncIterator[FakeGateway]:
-    """A gateway over a fake model in `len(cuts) + 1` workers, each started with `flags` too.
+) -> AsyncIterator[RunningGateway]:
+    """A gateway for one model, whose routes come from `source`.
 
     A route may take `open_within` seconds to agree, more than a gateway gives it by itself:
     machines that run tests are busy.
     """
     admission = admission or Admission(max_active=8)
-    options = options or GatewayOptions(ready_seconds=30)
-    async with (
-        cluster_of(fake_specs(cuts, *flags)) as fake,
-        contextlib.aclosing(
-            KeptRouteSource(fake.cluster.endpoints, answer_within=open_within)
-        ) as source,
-        TemplateRenderer() as renderer,
-    ):
+    async with TemplateRenderer() as renderer:
         serving = Serving(
-            [ServedModel(MODEL, source)],
+            [ServedModel(model, source)],
             admission,
             renderer,
             open_within=open_within,
             kept=KeptSessions(admission, seconds=keep_seconds),
         )
-        app = make_app(serving, options)
+        app = make_app(serving, options or GatewayOptions(ready_seconds=30))
         with Listener("127.0.0.1:0", tls=tls) as listener:
             async with (
                 GatewayServer(app, listener) as server,
@@ -80,4 +82,25 @@ async def fake_gateway(
                     base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60.0
                 ) as client,
             ):
-                yield FakeGateway(fake, server.url, client, admission, server, serving.kept)
+                yield RunningGateway(server.url, client, admission, server, serving.kept)
+
+
+@contextlib.asynccontextmanager
+async def fake_gateway(
+    cuts: Sequence[int] = (4,),
+    *flags: str,
+    open_within: float = 30.0,
+    **settings: Any,
+) -> AsyncIterator[FakeGateway]:
+    """A gateway over a fake model in `len(cuts) + 1` workers, each started with `flags` too.
+
+    `settings` are those of gateway_over().
+    """
+    async with (
+        cluster_of(fake_specs(cuts, *flags)) as fake,
+        contextlib.aclosing(
+            KeptRouteSource(fake.cluster.endpoints, answer_within=open_within)
+        ) as source,
+        gateway_over(source, open_within=open_within, **settings) as gateway,
+    ):
+        yield FakeGateway(**vars(gateway), fake=fake)

@@ -12,19 +12,10 @@ from typing import Any
 import openai
 from meshnet.testing.tracker_process import TrackerProcess
 
-from meshnet_gguf.gateway import (
-    Admission,
-    GatewayOptions,
-    GatewayServer,
-    Listener,
-    ServedModel,
-    Serving,
-    TemplateRenderer,
-    TrackedModelSource,
-    make_app,
-)
+from meshnet_gguf.gateway import GatewayOptions, TrackedModelSource
 from meshnet_gguf.logged_process import PythonProgram
 from meshnet_gguf.route_source import TrackerRouteSource
+from meshnet_gguf.testing.gateway import gateway_over
 from meshnet_gguf.testing.node_process import node_values, start_node
 
 __all__ = ["LAYERS", "MODEL", "PageMesh", "page_mesh"]
@@ -81,20 +72,13 @@ async def page_mesh(
             f"sqlite:///{folder}/tracker.db", "--lease_ms=9000", *tracker_flags
         ) as tracker,
         TrackerRouteSource([tracker.endpoint], MODEL) as source,
-        TemplateRenderer() as renderer,
-        contextlib.AsyncExitStack() as stack,
+        gateway_over(
+            TrackedModelSource(source),
+            model=MODEL,
+            options=GatewayOptions(ready_seconds=30, status_seconds=status_seconds),
+        ) as gateway,
     ):
-        model = ServedModel(MODEL, TrackedModelSource(source))
-        serving = Serving([model], Admission(max_active=8), renderer, open_within=30)
-        listener = stack.enter_context(Listener("127.0.0.1:0"))
-        options = GatewayOptions(ready_seconds=30, status_seconds=status_seconds)
-        server = await stack.enter_async_context(
-            GatewayServer(make_app(serving, options), listener)
-        )
-        client = openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60.0
-        )
-        mesh = PageMesh(server.url, await stack.enter_async_context(client), tracker, folder, flags)
+        mesh = PageMesh(gateway.url, gateway.client, tracker, folder, flags)
         try:
             await asyncio.gather(*(mesh.start(machine) for machine in LAYERS))
             yield mesh

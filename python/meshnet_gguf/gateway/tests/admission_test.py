@@ -120,6 +120,102 @@ async def test_more_slots_are_given_to_who_waits_and_fewer_take_none_away() -> N
     assert admission.active == 1
 
 
+class OthersMesh:
+    """What a mesh has left for these requests: others have the rest of its sessions."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.free = 0
+        self.asked: list[str] = []
+        self.served: list[str] = []
+        self.ended = asyncio.Event()
+
+    async def request(self, name: str, choices: int = 1) -> None:
+        async with self.admission.enter(owner="", choices=choices) as place:
+            while True:
+                self.asked.append(name)
+                await asyncio.sleep(0)
+                if self.free >= choices:
+                    break
+                await place.wait_again(1)
+            self.free -= choices
+            place.served()
+            self.served.append(name)
+            await self.ended.wait()
+            self.free += choices
+
+
+async def test_a_mesh_that_others_fill_is_asked_in_the_order_of_coming() -> None:
+    admission = Admission(max_active=4)
+    mesh = OthersMesh(admission)
+    first = asyncio.create_task(mesh.request("first", 2))
+    while not admission.queued:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(mesh.request("second"))
+    third = asyncio.create_task(mesh.request("third"))
+    mesh.asked.clear()
+    mesh.free = 1  # enough for the second, but the first was there before
+    while len(mesh.asked) < 3:
+        await asyncio.sleep(0.001)
+    assert set(mesh.asked) == {"first"}
+    assert mesh.served == []
+    mesh.free = 4
+    while len(mesh.served) < 3:
+        await asyncio.sleep(0.001)
+    assert (mesh.served, mesh.free) == (["first", "second", "third"], 0)
+    mesh.ended.set()
+    await asyncio.gather(first, second, third)
+    assert (admission.active, admission.queued, mesh.free) == (0, 0, 4)
+
+
+async def test_the_end_of_an_own_answer_is_room_for_who_waits_for_the_mesh() -> None:
+    admission = Admission(max_active=4)
+    mine = await holds(admission)
+    mesh = OthersMesh(admission)
+
+    async def patient() -> None:
+        async with admission.enter(owner="") as place:
+            await place.wait_again(1_000_000)  # longer than this test may take
+            mesh.served.append("patient")
+
+    waiting = asyncio.create_task(patient())
+    while not admission.queued:
+        await asyncio.sleep(0)
+    # Nor is a slot given to who comes now.
+    later = asyncio.create_task(mesh.request("later"))
+    mesh.free = 1
+    mesh.ended.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert (mesh.served, admission.queued) == ([], 2)
+    await mine.aclose()
+    await asyncio.gather(waiting, later)
+    assert mesh.served == ["patient", "later"]
+
+
+async def test_who_waits_for_the_mesh_is_bound_as_all_who_wait() -> None:
+    admission = Admission(max_active=2, max_queued=1, queue_seconds=0.01)
+    with pytest.raises(MeshnetError) as late:
+        async with admission.enter(owner="") as place:
+            while True:
+                await place.wait_again(1)
+    assert late.value.reason == errors_pb2.REASON_QUEUE_FULL
+    admission.queue_seconds = 30
+    mesh = OthersMesh(admission)
+    first, second = (asyncio.create_task(mesh.request(name)) for name in ("first", "second"))
+    with pytest.raises(MeshnetError) as full:
+        await second
+    assert full.value.reason == errors_pb2.REASON_QUEUE_FULL
+    # Cancelled in the line and while it asks, it leaves nothing.
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert (admission.active, admission.queued) == (0, 0)
+    mesh.free = 1
+    mesh.ended.set()
+    await mesh.request("third")
+    assert (mesh.served, admission.active) == (["third"], 0)
+
+
 async def test_slots_follow_what_the_mesh_can_serve() -> None:
     admission = Admission(max_active=4)
     # A mesh without a route, and one that cannot be asked, change nothing.

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from meshnet_gguf.gateway._failures import names_machine
 from meshnet_gguf.testing.gateway import MODEL, FakeGateway, fake_gateway
 
 END = 60.0  # seconds after which a test that hangs is given up
@@ -22,6 +23,22 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
     "max_tokens": 50000,
 }
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        ("expected a direct endpoint, got the relay attic.example:7200 for worker-b", True),
+        ("the line to [fe80::1]:7001 broke", True),
+        ("failed to connect to 10.0.0.5; ask again", True),
+        ("worker-b:7001 refuses it", True),
+        ("expected at most 4096 tokens, got 5000 (3 of them in [0, 4))", False),
+        ('expected a schema of JSON, got {"minimum":50} at properties.age', False),
+        ("usable workers cover units 0 to 20 of 30", False),
+    ],
+)
+def test_what_names_a_machine(message: str, names: bool) -> None:
+    assert names_machine(message) is names
 
 
 async def open_sessions(gateway: FakeGateway) -> list[int]:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -14,20 +15,15 @@ from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.gateway import (
     Admission,
     GatewayOptions,
-    GatewayServer,
-    KeptSessions,
-    Listener,
-    ServedModel,
-    Serving,
-    TemplateRenderer,
+    KeptRouteSource,
     TrackedModelSource,
-    make_app,
 )
 from meshnet_gguf.local_cluster import LocalCluster
 from meshnet_gguf.registration import Whereabouts, make_load, make_registration
 from meshnet_gguf.route_source import TrackerRouteSource
 from meshnet_gguf.testing.cluster import FakeCluster, fake_cluster, fake_specs
-from openai.types.chat import ChatCompletionMessageParam
+from meshnet_gguf.testing.gateway import RunningGateway, gateway_over
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from proto.meshnet.control.v1 import tracker_pb2
 
@@ -73,28 +69,26 @@ async def tracked(
             f"sqlite:///{folder}/tracker.db", "--admit_dark", "--lease_ms=60000"
         ) as tracker,
         fake_cluster((4,), *flags) as fake,
-        TrackerRouteSource([tracker.endpoint], "m") as source,
-        TemplateRenderer() as renderer,
+        another_gateway(tracker, keep_seconds=keep_seconds) as gateway,
     ):
-        model = ServedModel("m", TrackedModelSource(source))
-        admission = Admission(max_active=8)
-        serving = Serving(
-            [model],
-            admission,
-            renderer,
-            open_within=30,
-            kept=KeptSessions(admission, seconds=keep_seconds),
-        )
-        with Listener("127.0.0.1:0") as listener:
-            async with (
-                GatewayServer(
-                    make_app(serving, GatewayOptions(ready_seconds=30, status_seconds=0)), listener
-                ) as server,
-                openai.AsyncOpenAI(
-                    base_url=f"{server.url}/v1", api_key="x", max_retries=0
-                ) as client,
-            ):
-                yield Tracked(tracker, fake, server.url, client)
+        yield Tracked(tracker, fake, gateway.url, gateway.client)
+
+
+@contextlib.asynccontextmanager
+async def another_gateway(
+    tracker: TrackerProcess, *, admission: Admission | None = None, keep_seconds: float = 0.0
+) -> AsyncIterator[RunningGateway]:
+    async with (
+        TrackerRouteSource([tracker.endpoint], "m") as source,
+        gateway_over(
+            TrackedModelSource(source),
+            model="m",
+            admission=admission,
+            options=GatewayOptions(ready_seconds=30, status_seconds=0),
+            keep_seconds=keep_seconds,
+        ) as gateway,
+    ):
+        yield gateway
 
 
 async def test_answers_over_the_trackers_route(tmp_path: pathlib.Path) -> None:
@@ -137,12 +131,55 @@ async def test_a_mesh_that_is_full_is_ready(tmp_path: pathlib.Path) -> None:
         )
         await anext(aiter(stream))
         await mesh.register()  # as heartbeats say it: one session, of one
-        with pytest.raises(openai.InternalServerError) as full:
-            await mesh.client.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
-        assert full.value.code == "NO_ROUTE"
         ready = await http.get("/readyz")
         assert (ready.status_code, ready.json()["ready"]) == (200, True)
         await stream.close()
+
+
+@pytest.mark.parametrize("by_tracker", [True, False])
+async def test_what_other_gateways_have_taken_is_waited_for(
+    tmp_path: pathlib.Path, by_tracker: bool
+) -> None:
+    """As a gateway's own slots are: in its line, within the line's bounds."""
+    slow = ("--max_sessions=2", "--fake_delay=3ms", "--context_tokens=100000")
+    admission = Admission(max_active=2)
+    async with contextlib.AsyncExitStack() as stack:
+        mesh = await stack.enter_async_context(tracked(tmp_path, *slow))
+        await mesh.register()
+        if by_tracker:
+            ours = another_gateway(mesh.tracker, admission=admission)
+        else:
+            source = KeptRouteSource(mesh.fake.cluster.endpoints, answer_within=30)
+            await stack.enter_async_context(contextlib.aclosing(source))
+            ours = gateway_over(source, model="m", admission=admission)
+        gateway = await stack.enter_async_context(ours)
+        theirs = [
+            await mesh.client.chat.completions.create(
+                model="m", messages=HELLO, max_tokens=50000, stream=True
+            )
+            for _ in range(2)
+        ]
+        for stream in theirs:
+            await anext(aiter(stream))
+
+        def ask() -> Coroutine[Any, Any, ChatCompletion]:
+            return gateway.client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
+
+        for bound in ("max_queued", "queue_seconds"):
+            before = getattr(admission, bound)
+            setattr(admission, bound, 0)
+            with pytest.raises(openai.RateLimitError) as refused:
+                await ask()
+            setattr(admission, bound, before)
+            assert refused.value.code == "QUEUE_FULL"
+            assert refused.value.response.headers["retry-after"] == "1"
+            assert (admission.active, admission.queued) == (0, 0)
+        waiting = asyncio.create_task(ask())
+        while not admission.queued:
+            await asyncio.sleep(0.01)
+        await theirs[0].close()
+        assert (await waiting).choices[0].finish_reason == "length"
+        await theirs[1].close()
 
 
 async def test_sessions_that_wait_make_room_on_a_full_mesh(tmp_path: pathlib.Path) -> None:
@@ -154,6 +191,31 @@ async def test_sessions_that_wait_make_room_on_a_full_mesh(tmp_path: pathlib.Pat
                 model="m", messages=[{"role": "user", "content": text * 9}], max_tokens=4
             )
             assert answer.choices[0].finish_reason == "length"
+
+
+async def test_a_refusal_names_no_machine(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that the head cannot make out is not the client's fault, or business."""
+    async with tracked(tmp_path) as mesh:
+        await mesh.register()
+        tail = mesh.fake.route.workers[1]
+        where = Whereabouts("w1", "n1", "m", "attic.example")
+        registration = make_registration(where, await tail.capability(), await tail.metrics())
+        load = make_load(await tail.health(), await tail.metrics())
+        await mesh.tracker.stub.Register(
+            tracker_pb2.RegisterRequest(registration=registration, load=load)
+        )
+        with pytest.raises(openai.APIStatusError) as refused:
+            await mesh.client.chat.completions.create(model="m", messages=HELLO)
+    assert (refused.value.status_code, refused.value.code) == (400, "FIELD_OUT_OF_BOUNDS")
+    said = (
+        "the machines that serve the model refuse this request; if nothing is wrong with it, tell"
+    )
+    assert said in refused.value.message
+    assert "attic" not in refused.value.response.text
+    (logged,) = [line for line in caplog.messages if "got 'attic.example'" in line]
+    assert refused.value.response.headers["x-request-id"] in logged
 
 
 @pytest.mark.parametrize("stage", [0, 1])
