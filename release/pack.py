@@ -3,7 +3,8 @@
     pack --out NAME.tar.gz --root NAME bin/meshnet-worker=PATH licenses=FOLDER LICENSE=PATH ...
 
 Names are sorted, owners, times and modes are fixed (0755 in bin/ and for *.sh, 0644 elsewhere). A
-file SHA256SUMS over all others is added, in the form that `sha256sum --check` reads.
+file SHA256SUMS over all others is added, in the form that `sha256sum --check` reads. Programs in
+bin/ look for libraries in the system's places and beside themselves, no more where they were built.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import pathlib
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+
+from release.search_path import only_beside_itself
 
 __all__ = ["SUMS", "main", "pack"]
 
@@ -59,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
             inside = f"{name}/{file.name}" if given.is_dir() else name
             if inside in files:
                 parser.error(f"{inside} is given twice")
-            files[inside] = file.read_bytes()
+            content = file.read_bytes()
+            files[inside] = only_beside_itself(content) if inside.startswith("bin/") else content
     options.out.write_bytes(pack(options.root, files))
     return 0
 
