@@ -1,6 +1,7 @@
 // Every field of a real recipe, one at a time, in every stage's place: the stage that differs
 // refuses the route, and nothing has been computed anywhere.
 #include <atomic>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -9,10 +10,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/common/ed25519_signer.h"
 #include "cc/common/status.h"
 #include "cc/shard_engine/fake/fake_engine.h"
 #include "cc/shard_engine/llama/llama_engine.h"
 #include "cc/shard_engine/llama/testing/tiny_llama.h"
+#include "cc/worker/mixture_records.h"
+#include "cc/worker/mixtures.h"
 #include "cc/worker/test_cluster.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -140,6 +144,100 @@ TEST_F(IdentityMatrixTest, WhatRoutesNameBesidesTheRecipe) {
   other = usual;
   other.engine.layers = 9;
   ExpectRefusedEverywhere(usual, other, v1::REASON_RANGE_MISMATCH, "model_layers");
+}
+
+// The first two stages of one lane and the last of another, by a record for the mixture.
+class MixedRouteTest : public IdentityMatrixTest {
+ protected:
+  static constexpr size_t kTail = std::size(kStages) - 1;
+
+  struct Lanes {
+    Recipe head = {{"backend", "cpu"}, {"kv_type", "f16"}};
+    Recipe tail = {{"backend", "vulkan"}, {"accelerator", "gpu"}, {"kv_type", "f16"}};
+  };
+
+  // What came of a route under the mixture's fingerprint where each stage has the records that
+  // `records` gives it; an empty error when it opened.
+  v1::Error Open(const Lanes& lanes, const std::function<std::string(size_t stage)>& records) {
+    auto cluster = MakeMemoryCluster({});
+    std::vector<std::string> endpoints;
+    for (size_t i = 0; i < std::size(kStages); ++i) {
+      WorkerSpec spec;
+      spec.range = kStages[i];
+      spec.engine.range = kStages[i];
+      spec.engine.recipe = i == kTail ? lanes.tail : lanes.head;
+      spec.engine.before_batch = [this] { ++batches_; };
+      if (const std::string lines = records(i); !lines.empty()) {
+        auto mixtures = Mixtures::FromRecords(lines, signer_.PublicPem());
+        EXPECT_TRUE(mixtures.ok()) << mixtures.status();
+        spec.worker.mixtures = *std::move(mixtures);
+      }
+      endpoints.push_back(cluster->Add(spec));
+    }
+    v1::OpenSession open = MakeOpen(*cluster, endpoints, "s");
+    open.mutable_route()->set_recipe_fingerprint(MixedFingerprint(SharedFingerprint(lanes.head),
+                                                                  RecipeFingerprint(lanes.head),
+                                                                  RecipeFingerprint(lanes.tail)));
+    TestClient client(cluster.get(), endpoints[0], open);
+    if (client.Opened()) {
+      EXPECT_TRUE(client.Close());
+      return v1::Error();
+    }
+    EXPECT_TRUE(client.WaitError());
+    EXPECT_EQ(batches_.load(), 0);
+    return client.error().value_or(v1::Error());
+  }
+
+  std::string Record(const Lanes& lanes, const std::string& status = "certified") const {
+    return SignMixture(signer_, {SharedFingerprint(lanes.head), RecipeFingerprint(lanes.head),
+                                 RecipeFingerprint(lanes.tail), 1, 0, status});
+  }
+
+  const Ed25519Signer signer_{3};
+};
+
+TEST_F(MixedRouteTest, ServedOnlyWhereEveryStageHasTheRecord) {
+  const Lanes lanes;
+  const std::string record = Record(lanes);
+  EXPECT_EQ(Open(lanes, [&](size_t) { return record; }).reason(), v1::REASON_UNSPECIFIED);
+  for (size_t without = 0; without < std::size(kStages); ++without) {
+    const v1::Error error = Open(lanes, [&](size_t i) { return i == without ? "" : record; });
+    EXPECT_EQ(error.reason(), v1::REASON_RECIPE_MISMATCH) << without;
+    EXPECT_EQ(error.stage_begin(), kStages[without].begin);
+    EXPECT_THAT(error.message(), HasSubstr(without == kTail ? "(lane vulkan)" : "(lane cpu)"));
+    EXPECT_THAT(error.message(), HasSubstr("certification record (--mixtures)"));
+  }
+  const v1::Error revoked =
+      Open(lanes, [&](size_t i) { return i == kTail ? Record(lanes, "revoked") : record; });
+  EXPECT_EQ(revoked.reason(), v1::REASON_RECIPE_MISMATCH);
+  EXPECT_EQ(revoked.stage_begin(), kStages[kTail].begin);
+  EXPECT_THAT(revoked.message(), HasSubstr("revokes"));
+}
+
+TEST_F(MixedRouteTest, ARecordForTheOtherOrderIsNone) {
+  const Lanes lanes;
+  const Lanes exchanged = {lanes.tail, lanes.head};
+  const v1::Error error = Open(lanes, [&](size_t) { return Record(exchanged); });
+  EXPECT_EQ(error.reason(), v1::REASON_RECIPE_MISMATCH);
+  EXPECT_EQ(error.stage_begin(), 0);
+}
+
+// The record alone, however signed, does not make two recipes fit that differ in anything but
+// their lanes.
+TEST_F(MixedRouteTest, LanesThatDifferInMoreAreRefusedInSpiteOfARecord) {
+  for (size_t i = 0; i < Lanes().tail.size(); ++i) {
+    Lanes lanes;
+    lanes.tail[i].second += "x";
+    const v1::Error error = Open(lanes, [&](size_t) { return Record(lanes); });
+    if (lanes.tail[i].first != "kv_type") {
+      EXPECT_EQ(error.reason(), v1::REASON_UNSPECIFIED) << lanes.tail[i].first;
+      batches_ = 0;
+      continue;
+    }
+    EXPECT_EQ(error.reason(), v1::REASON_RECIPE_MISMATCH);
+    EXPECT_EQ(error.stage_begin(), kStages[kTail].begin);
+    EXPECT_THAT(error.message(), HasSubstr("backend, build and device alone"));
+  }
 }
 
 // The identity decision of the architecture names these; what they are called in the recipe.

@@ -58,6 +58,12 @@ ABSL_FLAG(std::string, listen, "127.0.0.1:0",
 ABSL_FLAG(std::string, port_file, "", "Write the bound port into this file once it is bound.");
 ABSL_FLAG(std::string, recipe_fingerprint, "",
           "Refuse to serve when the loaded shard's recipe is another one.");
+ABSL_FLAG(
+    std::string, mixtures, "",
+    "File with signed certification records, one a line: serve routes over two lanes that one "
+    "of them certifies. Without it such routes are refused.");
+ABSL_FLAG(std::string, mixture_keys, "",
+          "PEM file with the public keys of those who may sign the records of --mixtures.");
 ABSL_FLAG(std::string, artifact_sha256, "",
           "Refuse to serve when the loaded artifact is another one.");
 ABSL_FLAG(
@@ -264,6 +270,22 @@ absl::StatusOr<WorkerOptions> WorkerOptionsFromFlags() {
   options.prefill_token_budget = absl::GetFlag(FLAGS_prefill_token_budget);
   options.expected_recipe_fingerprint = absl::GetFlag(FLAGS_recipe_fingerprint);
   options.expected_artifact_sha256 = absl::GetFlag(FLAGS_artifact_sha256);
+  const std::string mixtures = absl::GetFlag(FLAGS_mixtures);
+  const std::string mixture_keys = absl::GetFlag(FLAGS_mixture_keys);
+  if (mixtures.empty() != mixture_keys.empty()) {
+    return MakeError(v1::REASON_CONFIGURATION_INVALID,
+                     "expected --mixtures and --mixture_keys together: a record counts by who "
+                     "signed it");
+  }
+  if (!mixtures.empty()) {
+    const auto records = ReadFile("mixtures", mixtures);
+    if (!records.ok()) return records.status();
+    const auto pem = ReadPem("mixture_keys", mixture_keys, "PUBLIC KEY");
+    if (!pem.ok()) return pem.status();
+    auto read = Mixtures::FromRecords(*records, *pem);
+    if (!read.ok()) return read.status();
+    options.mixtures = *std::move(read);
+  }
   if (const std::string path = absl::GetFlag(FLAGS_identity); !path.empty()) {
     const auto text = ReadFile("identity", path);
     if (!text.ok()) return text.status();

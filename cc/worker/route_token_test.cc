@@ -1,15 +1,12 @@
 #include "cc/worker/route_token.h"
 
-#include <openssl/bio.h>
-#include <openssl/evp.h>
-#include <openssl/pem.h>
-
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "cc/common/ed25519_signer.h"
 #include "cc/common/status.h"
 #include "gtest/gtest.h"
 #include "proto/meshnet/control/v1/route_token.pb.h"
@@ -29,43 +26,6 @@ constexpr char kGoldenToken[] =
     "v1QjfjfrhEeL3-KZwwLGM-dnvUES35A0yn_40EZFQWAuUrkjpkww2o8CtRMGDQ==.Vkdap1RjR0wChd9dvyvKtw==";
 
 constexpr char kSession[] = "0123456789abcdef";
-
-class Signer {
- public:
-  explicit Signer(uint8_t first) {
-    uint8_t seed[32];
-    for (uint8_t i = 0; i < 32; ++i) seed[i] = static_cast<uint8_t>(first + i);
-    key_ = EVP_PKEY_new_raw_private_key(EVP_PKEY_ED25519, nullptr, seed, sizeof(seed));
-  }
-  ~Signer() { EVP_PKEY_free(key_); }
-  Signer(const Signer&) = delete;
-  Signer& operator=(const Signer&) = delete;
-
-  std::string PublicPem() const {
-    BIO* bio = BIO_new(BIO_s_mem());
-    EXPECT_EQ(PEM_write_bio_PUBKEY(bio, key_), 1);
-    char* data = nullptr;
-    const auto size = BIO_get_mem_data(bio, &data);
-    std::string pem(data, static_cast<size_t>(size));
-    BIO_free(bio);
-    return pem;
-  }
-
-  std::string Sign(const std::string& message) const {
-    EVP_MD_CTX* context = EVP_MD_CTX_new();
-    EXPECT_EQ(EVP_DigestSignInit(context, nullptr, nullptr, nullptr, key_), 1);
-    std::string signature(64, '\0');
-    size_t size = signature.size();
-    EXPECT_EQ(EVP_DigestSign(context, reinterpret_cast<uint8_t*>(signature.data()), &size,
-                             reinterpret_cast<const uint8_t*>(message.data()), message.size()),
-              1);
-    EVP_MD_CTX_free(context);
-    return signature;
-  }
-
- private:
-  EVP_PKEY* key_;
-};
 
 class RouteTokensTest : public ::testing::Test {
  protected:
@@ -102,7 +62,7 @@ class RouteTokensTest : public ::testing::Test {
   }
 
   absl::Time now_ = absl::FromUnixMillis(1'000);
-  Signer signer_{0};
+  Ed25519Signer signer_{0};
   std::unique_ptr<RouteTokens> tokens_ =
       *RouteTokens::Make(kPublicPem, "w1", [this] { return now_; });
   control::v1::RouteClaim claim_;
@@ -145,7 +105,7 @@ TEST_F(RouteTokensTest, OnlyTheTrackersSignatureForThisPurposeCounts) {
           << i;
     }
   }
-  const Signer stranger(1);
+  const Ed25519Signer stranger(1);
   tokens_ = *RouteTokens::Make(stranger.PublicPem(), "w1", [this] { return now_; });
   EXPECT_EQ(Authorize(token), v1::REASON_TOKEN_UNTRUSTED);
   // Two trackers.

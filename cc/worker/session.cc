@@ -169,7 +169,8 @@ void Core::EndEvicted(const std::vector<SessionKey>& keys, const Session* replac
   }
 }
 
-absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
+absl::Status CheckRoute(const RouteCheck& check, const Capability& capability,
+                        const Mixtures& mixtures, absl::Time now) {
   if (check.schema_version != kSchemaVersion) {
     return MakeError(
         v1::REASON_SCHEMA_VERSION_UNSUPPORTED,
@@ -194,10 +195,9 @@ absl::Status CheckRoute(const RouteCheck& check, const Capability& capability) {
                      "manifest or all without: a manifest makes an artifact of its own"));
   }
   if (route.recipe_fingerprint() != capability.recipe_fingerprint) {
-    return MakeError(
-        v1::REASON_RECIPE_MISMATCH,
-        absl::StrCat("expected recipe ", capability.recipe_fingerprint, ", got ",
-                     route.recipe_fingerprint(), "; route to workers that run one recipe"));
+    absl::Status status = mixtures.Check(route.recipe_fingerprint(), capability, check.hop_index,
+                                         static_cast<uint32_t>(route.hops_size()), now);
+    if (!status.ok()) return status;
   }
   if (route.model_layers() != capability.model_layers) {
     return MakeError(

@@ -33,6 +33,7 @@
 #include "cc/worker/event_source.h"
 #include "cc/worker/histogram.h"
 #include "cc/worker/json_log.h"
+#include "cc/worker/mixtures.h"
 #include "cc/worker/scheduler.h"
 #include "cc/worker/transport.h"
 #include "proto/meshnet/shard/v1/shard.pb.h"
@@ -62,6 +63,8 @@ struct WorkerOptions {
   // When not empty, the loaded shard must have one of each.
   std::vector<std::string> allowed_recipes;
   std::vector<std::string> allowed_artifacts;
+  // Of which there is evidence. A route of any other fingerprint than the recipe's is refused.
+  Mixtures mixtures;
   std::string version;
   // See Scheduler::Options.
   EventSource* events = nullptr;
@@ -129,7 +132,9 @@ struct RouteCheck {
   const v1::OpenSession* open = nullptr;
   uint32_t hop_index = 0;
 };
-absl::Status CheckRoute(const RouteCheck& check, const Capability& capability);
+// `mixtures` as in WorkerOptions.
+absl::Status CheckRoute(const RouteCheck& check, const Capability& capability,
+                        const Mixtures& mixtures, absl::Time now);
 
 class Session : public std::enable_shared_from_this<Session> {
  public:

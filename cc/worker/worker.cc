@@ -230,7 +230,8 @@ class Worker::UpstreamHandler : public AcceptedHandler {
                                uint32_t hop_index) const {
     if (absl::Status status = core_->CheckAdmission(); !status.ok()) return status;
     const absl::Status status =
-        CheckRoute({open.schema_version(), &open, hop_index}, core_->capability());
+        CheckRoute({open.schema_version(), &open, hop_index}, core_->capability(),
+                   core_->options.mixtures, core_->options.now());
     if (!status.ok()) return status;
     const SessionKey key = {open.route().route_session_id(), open.route().route_epoch()};
     // Last, because what it lets in is a session from there on.

@@ -8,6 +8,11 @@ A record is one line of canonical JSON (keys sorted, no spaces, ASCII):
 signed over the same text without `signature` (base64). A lane is certified by the newest record
 for it from a trusted key, if its status is "certified" and it has not expired; "revoked"
 withdraws. Nothing else makes a lane certified: no list of names, no label.
+
+A record of version 2 is for a mixture: routes whose first workers are of the lane `head` and whose
+last are of the lane `tail`. It has these two fingerprints and `shared`, that of what they have in
+common, besides; its `fingerprint` is that of meshnet.fingerprints.Mixture of the three. Two lanes
+share a route by such a record alone.
 """
 
 from __future__ import annotations
@@ -23,11 +28,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshnet.errors import ControlError, Reason
+from meshnet.fingerprints import Mixture
 from meshnet.signing import SigningKey, TrustedKeys
 
 __all__ = ["Certification", "CertificationBook", "Lane", "issue", "read_records"]
 
 VERSION: Final = 1
+MIXTURE_VERSION: Final = 2
 _PURPOSE: Final = "certification"
 _MAX_BYTES: Final = 8192
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -55,6 +62,8 @@ class Certification:
     evidence_sha256: str
     key_id: str
     signature: bytes
+    # Set: the lane is one of two lanes, and has their fingerprint.
+    mixture: Mixture | None = None
 
     def content(self) -> bytes:
         """What is signed."""
@@ -71,7 +80,8 @@ class Certification:
         return hashlib.sha256(self.encode()).hexdigest()
 
     def _fields(self) -> dict[str, Any]:
-        return {
+        mixture = {} if self.mixture is None else dataclasses.asdict(self.mixture)
+        return mixture | {
             "evidence_sha256": self.evidence_sha256,
             "expires_ms": self.expires_ms,
             "fingerprint": self.lane.fingerprint,
@@ -79,7 +89,7 @@ class Certification:
             "key_id": self.key_id,
             "model_id": self.lane.model_id,
             "status": self.status,
-            "version": VERSION,
+            "version": VERSION if self.mixture is None else MIXTURE_VERSION,
         }
 
     @classmethod
@@ -91,8 +101,10 @@ class Certification:
             fields = json.loads(record)
             if not isinstance(fields, dict):
                 raise ValueError("a JSON object")
-            if fields.get("version") != VERSION:
-                raise ValueError(f"version {VERSION}, got {fields.get('version')!r}")
+            if fields.get("version") not in (VERSION, MIXTURE_VERSION):
+                raise ValueError(
+                    f"version {VERSION} or {MIXTURE_VERSION}, got {fields.get('version')!r}"
+                )
             found = cls(
                 Lane(
                     _matching(fields, "model_id", _IDENTIFIER),
@@ -107,6 +119,7 @@ class Certification:
                     _matching(fields, "signature", re.compile(r"[A-Za-z0-9+/=]{88}")),
                     validate=True,
                 ),
+                _mixture(fields) if fields["version"] == MIXTURE_VERSION else None,
             )
             if found.encode() != record:
                 raise ValueError("canonical JSON and no further fields")
@@ -115,6 +128,15 @@ class Certification:
                 Reason.CERTIFICATION_INVALID, f"expected of a certification record: {error}"
             ) from error
         return found
+
+
+def _mixture(fields: dict[str, Any]) -> Mixture:
+    found = Mixture(*(_matching(fields, name, _IDENTIFIER) for name in ("shared", "head", "tail")))
+    if found.head == found.tail:
+        raise ValueError("two lanes, head and tail are one")
+    if fields.get("fingerprint") != found.fingerprint:
+        raise ValueError(f"the fingerprint {found.fingerprint} of this mixture")
+    return found
 
 
 def _canonical(fields: dict[str, Any]) -> bytes:
@@ -143,10 +165,14 @@ def issue(
     evidence_sha256: str,
     expires_ms: int = 0,
     status: str = "certified",
+    mixture: Mixture | None = None,
 ) -> Certification:
-    """Makes and signs a record. Raises ControlError (CERTIFICATION_INVALID)."""
+    """Makes and signs a record. Raises ControlError (CERTIFICATION_INVALID).
+
+    With a `mixture` the lane is that of its fingerprint.
+    """
     unsigned = Certification(
-        lane, status, issued_ms, expires_ms, evidence_sha256, key.key_id, bytes(64)
+        lane, status, issued_ms, expires_ms, evidence_sha256, key.key_id, bytes(64), mixture
     )
     signature = key.sign(_PURPOSE, unsigned.content())
     return Certification.decode(dataclasses.replace(unsigned, signature=signature).encode())
@@ -206,6 +232,15 @@ class CertificationBook:
         order = (certification.issued_ms, certification.record_id)
         if held is None or order > (held.issued_ms, held.record_id):
             self._newest[certification.lane] = certification
+
+    def mixtures(self, model_id: str) -> list[Mixture]:
+        """Those of a model that the newest records speak of, certified or not, in order."""
+        found = [
+            record.mixture
+            for lane, record in self._newest.items()
+            if lane.model_id == model_id and record.mixture is not None
+        ]
+        return sorted(found, key=lambda mixture: mixture.fingerprint)
 
     def refusal(self, lane: Lane, now_ms: int) -> str:
         """Why a lane is not certified now; empty when it is."""

@@ -19,6 +19,7 @@ same route, in whatever order they came; ties go to the smaller digest of the wo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
@@ -35,6 +36,7 @@ __all__ = [
     "RouteStage",
     "Seam",
     "SelectedRoute",
+    "cheapest_mixed",
     "sessions_at_once",
 ]
 
@@ -276,6 +278,10 @@ class LaneIndex:
                 self._edges[boundary].drop(slot)
         self._free.append(slot)
 
+    def candidates(self) -> list[Candidate]:
+        """All that is known, in no order."""
+        return [found for found in self._candidates if found is not None]
+
     def get(self, worker_id: str) -> Candidate | None:
         """What is known of a worker."""
         slot = self._slots.get(worker_id)
@@ -450,16 +456,22 @@ class LaneIndex:
 
     def coverage(self, demand: Demand) -> str:
         """For people: how far usable workers reach, when no route is found."""
-        reached = max(self._reached(self._usable(demand)))
+        reached = max(self.reached(demand))
         return f"usable workers cover units 0 to {reached} of {self.model_units}"
 
     def is_full(self, demand: Demand) -> bool:
         """Whether there would be a route if workers had room for more sessions than they have."""
-        return self.model_units in self._reached(self._usable(demand, were_empty=True))
+        return self.model_units in self.reached(demand, were_empty=True)
 
-    def _reached(self, usable: npt.NDArray[np.bool_]) -> set[int]:
-        """The boundaries up to which some of these workers cover all units."""
-        reached = {0}
+    def reached(
+        self, demand: Demand, begins: Set[int] = frozenset({0}), *, were_empty: bool = False
+    ) -> set[int]:
+        """The boundaries that chains of usable workers reach from some of `begins`, with these.
+
+        `were_empty`: as if they had room for more sessions than they have.
+        """
+        usable = self._usable(demand, were_empty=were_empty)
+        reached = set(begins)
         for boundary in sorted(set(self._begins)):
             if boundary in reached:
                 for slot in self._begins[boundary]:
@@ -467,6 +479,38 @@ class LaneIndex:
                     if usable[slot] and candidate is not None:
                         reached.add(candidate.span[1])
         return reached
+
+
+# Behind a worker's id: that it is the first of the second lane.
+_CHANGES = "\n"
+
+
+def cheapest_mixed(head: LaneIndex, tail: LaneIndex, demand: Demand) -> SelectedRoute | None:
+    """The cheapest complete route over two lanes of one model: first `head`'s, then `tail`'s.
+
+    At least one worker of each. None when there is none.
+    """
+    units = head.model_units
+    # Behind the change everything lies one model further on, so that no way leads back.
+    both = LaneIndex(2 * units)
+    for candidate in head.candidates():
+        both.put(candidate)
+    for candidate in tail.candidates():
+        begin, end = candidate.span
+        if begin == 0:
+            continue
+        both.put(dataclasses.replace(candidate, span=(units + begin, units + end)))
+        first = candidate.worker_id + _CHANGES
+        both.put(dataclasses.replace(candidate, worker_id=first, span=(begin, units + end)))
+    avoided = {name + _CHANGES for name in demand.avoid_workers}
+    found = both.cheapest(dataclasses.replace(demand, avoid_workers=demand.avoid_workers | avoided))
+    if found is None:
+        return None
+    stages = tuple(
+        dataclasses.replace(stage, worker_id=stage.worker_id.removesuffix(_CHANGES))
+        for stage in found.stages
+    )
+    return SelectedRoute(stages, found.total_us)
 
 
 def sessions_at_once(model_units: int, rooms: Iterable[tuple[tuple[int, int], int]]) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import secrets
 import zlib
@@ -29,7 +30,14 @@ from meshnet import route_tokens, storage
 from meshnet.certification import Certification, CertificationBook, Lane
 from meshnet.clock import Clock
 from meshnet.errors import ControlError, Reason
-from meshnet.routing import Candidate, Demand, LaneIndex, Seam, SelectedRoute
+from meshnet.routing import (
+    Candidate,
+    Demand,
+    LaneIndex,
+    Seam,
+    SelectedRoute,
+    cheapest_mixed,
+)
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.storage import Decided, Extend, Insert, Purge, Reading, Storage, Upsert, Write
 from meshnet.tasks import cancel
@@ -45,6 +53,8 @@ _MAX_LABEL_BYTES: Final = 256
 _MAX_RECEIPTS: Final = 256
 _MAX_SEAM_BYTES: Final = 1 << 40
 _MAX_INT64: Final = 2**63 - 1
+# Of so many lanes of a model that are not complete, each pair without a record is looked at.
+_MAX_UNPROVEN: Final = 8
 # The share of a new outcome in a worker's reliability.
 _OUTCOME_WEIGHT: Final = 1 / 8
 # A measurement that differs less from the one in use is noise.
@@ -351,7 +361,7 @@ class Tracker:
         return await self._record(following, request.epoch)
 
     def _choose(self, model_id: str, fingerprint: str, demand: Demand) -> pb.RouteResponse:
-        """The cheapest route of all admitted lanes of a model.
+        """The cheapest route of all admitted lanes of a model; over two only if no lane has one.
 
         Raises ControlError: SESSIONS_EXHAUSTED where there is one once others have ended, NO_ROUTE.
         """
@@ -372,6 +382,9 @@ class Tracker:
                 full = full or lane.is_full(demand)
             elif best is None or (found.total_us, name) < best[:2]:
                 best = (found.total_us, name, found)
+        if best is None:
+            best, full_mixture = self._choose_mixed(model_id, fingerprint, demand, refusals)
+            full = full or full_mixture
         if best is None:
             why = "; ".join(refusals) or "no worker is registered for it"
             if full:
@@ -394,16 +407,102 @@ class Tracker:
                     span=registration.span,
                     stage_us=stage.stage_us,
                     seam_us=stage.seam_us,
+                    fingerprint=registration.fingerprint,
                 )
             )
         return pb.RouteResponse(
             model_id=model_id,
             fingerprint=name,
-            model_units=lanes[name].model_units,
+            model_units=hops[-1].span.end,
             hops=hops,
             total_us=total,
-            admission=self._admission(Lane(model_id, name))[0],
+            # The worst of a mixture's; none is dark.
+            admission=max(
+                self._admission(Lane(model_id, one))[0]
+                for one in {name, *(hop.fingerprint for hop in hops)}
+            ),
         )
+
+    def _choose_mixed(
+        self, model_id: str, fingerprint: str, demand: Demand, refusals: list[str]
+    ) -> tuple[tuple[int, str, SelectedRoute] | None, bool]:
+        """The cheapest route over two lanes that a record says fit together.
+
+        And whether there is one once others have ended. To `refusals` it adds why not, for lanes
+        that would make one together.
+        """
+        lanes = self._lanes.get(model_id, {})
+        best: tuple[int, str, SelectedRoute] | None = None
+        full = False
+        for mixture in self._mixtures(model_id):
+            if fingerprint not in ("", mixture.fingerprint):
+                continue
+            head, tail = lanes[mixture.head_fingerprint], lanes[mixture.tail_fingerprint]
+            name = f"{mixture.head_fingerprint[:16]} before {mixture.tail_fingerprint[:16]}"
+            if mixture.admission == pb.ADMISSION_DARK:
+                refusals.append(f"fingerprints {name} are dark ({mixture.admission_reason})")
+                continue
+            found = cheapest_mixed(head, tail, demand)
+            if found is None:
+                refusals.append(f"fingerprints {name}: usable workers of both do not cover it")
+                full = full or _completes(head, tail, demand)
+            elif best is None or (found.total_us, mixture.fingerprint) < best[:2]:
+                best = (found.total_us, mixture.fingerprint, found)
+        return best, full
+
+    def _mixtures(self, model_id: str) -> list[pb.MixtureStatus]:
+        """Mixtures of lanes that have workers, in order; see ListWorkersResponse."""
+        lanes = self._lanes.get(model_id, {})
+        recorded = {
+            (mixture.head, mixture.tail): mixture.fingerprint
+            for mixture in self._book.mixtures(model_id)
+            if mixture.head in lanes and mixture.tail in lanes
+        }
+        anybody = Demand(self._clock.now_ms())
+        partial = [name for name, lane in sorted(lanes.items()) if not lane.is_full(anybody)]
+        # What nobody has vouched for is only told of, and of many lanes not all.
+        for pair in itertools.permutations(partial[:_MAX_UNPROVEN], 2):
+            if _completes(lanes[pair[0]], lanes[pair[1]], anybody):
+                recorded.setdefault(pair, "")
+        return [
+            self._mixture_status(model_id, *pair, fingerprint)
+            for pair, fingerprint in sorted(recorded.items())
+        ]
+
+    def _mixture_status(
+        self, model_id: str, head: str, tail: str, fingerprint: str
+    ) -> pb.MixtureStatus:
+        """What a mixture is admitted as: its record must hold, and so must both lanes'.
+
+        Admitting dark lanes admits no mixture: that two fit is evidence of its own.
+        """
+        found = pb.MixtureStatus(
+            model_id=model_id,
+            fingerprint=fingerprint,
+            head_fingerprint=head,
+            tail_fingerprint=tail,
+        )
+        reason = (
+            self._book.refusal(Lane(model_id, fingerprint), self._clock.now_ms())
+            if fingerprint
+            else "no certification record says that these two lanes fit together in this order; "
+            "`meshnet certify --mixed` measures it"
+        )
+        admissions = [pb.ADMISSION_DARK if reason else pb.ADMISSION_CERTIFIED]
+        reasons = [reason]
+        for part in (head, tail):
+            admission, why = self._admission(Lane(model_id, part))
+            admissions.append(admission)
+            reasons.append(f"fingerprint {part[:16]}: {why}" if why else "")
+        # The worst of all, and the reasons for that.
+        order = (pb.ADMISSION_DARK, pb.ADMISSION_DARK_ADMITTED, pb.ADMISSION_CERTIFIED)
+        found.admission = min(admissions, key=order.index)
+        found.admission_reason = "; ".join(
+            reason
+            for reason, admission in zip(reasons, admissions, strict=True)
+            if reason and admission == found.admission
+        )
+        return found
 
     async def _record(self, session: _Session, before: int) -> pb.RouteResponse:
         """Commits the epoch behind `before`; another's, if that was first."""
@@ -586,6 +685,8 @@ class Tracker:
                 reliability=worker.reliability,
                 unroutable=unroutable,
             )
+        for model_id in sorted({worker.registration.model_id for worker in answer.workers}):
+            answer.mixtures.extend(self._mixtures(model_id))
         return answer
 
     def _wanted(self, request: pb.ListWorkersRequest, now: int) -> list[_Worker]:
@@ -870,6 +971,16 @@ def _no_session(session_id: str) -> ControlError:
         Reason.SESSION_UNKNOWN,
         f"no open session {session_id}: it was closed or ran out; select a route anew",
     )
+
+
+def _completes(head: LaneIndex, tail: LaneIndex, demand: Demand) -> bool:
+    """Whether workers of both, first the one's and then the other's, cover all units.
+
+    As if they had room for more sessions than they have.
+    """
+    units = head.model_units
+    changes = head.reached(demand, were_empty=True) - {0, units}
+    return tail.model_units == units and units in tail.reached(demand, changes, were_empty=True)
 
 
 def _is_beside(registration: pb.Registration, span: pb.Span) -> bool:

@@ -55,7 +55,9 @@ CURES: Final[Mapping[str, str]] = {
     ),
     "GRAMMAR_INVALID": "simplify the JSON schema or grammar as the message says",
     "SCHEMA_VERSION_UNSUPPORTED": "run one release everywhere",
-    "RECIPE_MISMATCH": _SAME,
+    "RECIPE_MISMATCH": (
+        f"{_SAME}; two lanes want a certification record for both (`meshnet certify --mixed`)"
+    ),
     "ARTIFACT_MISMATCH": "load the same model everywhere, from the same manifest or the same file",
     "RANGE_MISMATCH": "ask the tracker again; a worker has been started with other layers",
     "BOUNDARY_SCHEMA_MISMATCH": _SAME,
@@ -115,8 +117,8 @@ CURES: Final[Mapping[str, str]] = {
     ),
     "SOURCE_UNAVAILABLE": "run it again once a source answers: what was fetched is kept",
     "NO_ROUTE": (
-        "`meshnet status` names the layers that nobody serves, and lanes that are dark; "
-        "add a machine: `meshnet serve --join`"
+        "`meshnet status` names the layers that nobody serves, and lanes and mixtures that are "
+        "dark; add a machine: `meshnet serve --join`"
     ),
     "CANCELLED": "nothing: the caller wanted it so",
     "DEADLINE_EXCEEDED": "ask for less, allow more time, or add machines",

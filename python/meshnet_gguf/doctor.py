@@ -33,7 +33,7 @@ from meshnet_gguf.client import WorkerClient, WorkerState
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import worker_binary
 from meshnet_gguf.machine import cores, free_memory
-from meshnet_gguf.route_source import lane_sessions
+from meshnet_gguf.route_source import model_sessions
 from meshnet_gguf.storage import free_bytes, storage_root
 from proto.meshnet.control.v1 import tracker_pb2
 
@@ -322,7 +322,7 @@ async def check_mesh(trackers: Sequence[str], security: Security) -> list[Check]
     if answer is not None:
         workers = list(answer.workers)
         found += await asyncio.gather(*(_check_worker(worker, security) for worker in workers))
-        found += [_check_versions(workers), *_check_measured(workers), *_check_routes(workers)]
+        found += [_check_versions(workers), *_check_measured(workers), *_check_routes(answer)]
     return found
 
 
@@ -431,14 +431,13 @@ def _check_measured(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
     return found
 
 
-def _check_routes(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
-    """Dark lanes, and whether each model has a route."""
+def _check_routes(answer: tracker_pb2.ListWorkersResponse) -> list[Check]:
+    """Dark lanes and mixtures, and whether each model has a route."""
     found: list[Check] = []
     lanes: dict[tuple[str, str], list[tracker_pb2.WorkerStatus]] = {}
-    for worker in workers:
+    for worker in answer.workers:
         registration = worker.registration
         lanes.setdefault((registration.model_id, registration.fingerprint), []).append(worker)
-    routed: dict[str, bool] = {}
     for (model, fingerprint), members in sorted(lanes.items()):
         name = f"lane.{model}.{fingerprint[:12]}"
         dark = [w for w in members if w.admission == tracker_pb2.ADMISSION_DARK]
@@ -463,9 +462,20 @@ def _check_routes(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
             )
         else:
             found.append(_ok(name, "certified"))
-        # One that is full is no less complete.
-        complete = lane_sessions(members)[model, fingerprint] > 0
-        routed[model] = routed.get(model, False) or complete
+    for mixture in answer.mixtures:
+        if mixture.admission == tracker_pb2.ADMISSION_DARK:
+            pair = f"{mixture.head_fingerprint[:12]}-{mixture.tail_fingerprint[:12]}"
+            found.append(
+                Check(
+                    f"mixture.{mixture.model_id}.{pair}",
+                    Level.WARN,
+                    f"never routed: {mixture.admission_reason}",
+                    "add workers of one lane, or measure the mixture (`meshnet certify --mixed`) "
+                    "and `meshnet certification import` the record",
+                )
+            )
+    # One that is full is no less complete.
+    routed = {model: sessions > 0 for model, sessions in model_sessions(answer).items()}
     for model, complete in sorted(routed.items()):
         if complete:
             found.append(_ok(f"route.{model}", "all layers are served"))

@@ -99,12 +99,14 @@ class WorkerSpec:
     """What one worker process serves.
 
     Without `layers` it is the whole model. With `model` it runs the llama engine on that file,
-    otherwise the fake engine. `flags` are handed to the program as they are.
+    otherwise the fake engine. `flags` are handed to the program as they are; `program` is another
+    one than the cluster's.
     """
 
     layers: LayerRange | None = None
     model: pathlib.Path | None = None
     flags: tuple[str, ...] = ()
+    program: pathlib.Path | None = None
 
     def command(self, binary: pathlib.Path) -> list[str]:
         """The command line."""
@@ -139,7 +141,7 @@ class WorkerProcess(LoggedProcess):
         environment: Mapping[str, str] | None = None,
     ) -> Self:
         """Starts the process; it is not ready yet. `environment` is added to this process's."""
-        command = spec.command(binary or worker_binary())
+        command = spec.command(spec.program or binary or worker_binary())
         process = await start_logged(command, log, environment)
         return cls(spec, process, log)
 

@@ -5,6 +5,12 @@
 What is run is fixed beforehand in a plan. The chain runs first and has ended when the whole model
 starts, so that memory need hold the weights once. Every token and every compared logit must be the
 whole model's; `is_identical(results)` says whether.
+
+    results = await measure_mixture(model, plan, LaneWorkers(("--device=cpu",)), LaneWorkers())
+
+measures a chain whose first stages are of one lane and whose last are of another. It cannot give
+any whole model's bits. What both lanes' whole models say behind the same tokens, and how far the
+chain is from either, is in the results.
 """
 
 from __future__ import annotations
@@ -12,12 +18,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import json
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
+
+from meshnet.certification import Lane, issue
+from meshnet.fingerprints import Mixture
+from meshnet.signing import SigningKey
 
 from meshnet_gguf.client import (
     LayerRange,
@@ -29,13 +41,14 @@ from meshnet_gguf.client import (
     open_route,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.gguf_file import read_model
+from meshnet_gguf.gguf_file import Model, read_model
 from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, share_of_cores, split_layers
-from meshnet_gguf.parity import max_logit_difference
+from meshnet_gguf.parity import max_logit_difference, same_choices, squared_error
+from meshnet_gguf.recipe import differences, mixture_of
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["SPAN", "Plan", "is_identical", "measure"]
+__all__ = ["SPAN", "LaneWorkers", "Plan", "is_identical", "measure", "measure_mixture"]
 
 # Of the decoded tokens, for a first and a last figure: a client gets them in bursts, which a mean
 # over many of them does not see.
@@ -120,7 +133,10 @@ class _Decoded:
 class _Run:
     """What one chain (or the whole model) did, by prompt length, and by session."""
 
+    vocabulary: int
     decoded: dict[int, _Decoded] = dataclasses.field(default_factory=dict)
+    # Logits behind tokens that are the same in all runs.
+    given: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
     metrics: dict[int, tuple[list[Metrics], list[Metrics]]] = dataclasses.field(
         default_factory=dict
     )
@@ -150,19 +166,7 @@ async def measure(
     gguf = read_model(model)
     count = stages or plan.stages
     ranges: list[LayerRange] = split_layers(take_inventory(gguf).main_layers, count)
-    size = sum(file.bytes for file in gguf.files)
-    cluster = _Cluster(
-        model,
-        (
-            f"--max_sessions={plan.sessions}",
-            f"--context_tokens={plan.context_tokens}",
-            f"--prefill_chunk_tokens={plan.prefill_chunk_tokens}",
-            f"--rollback_tokens={plan.rollback_tokens}",
-            f"--threads={threads or share_of_cores(count)}",
-            *((f"--manifest={manifest}",) if manifest else ()),
-        ),
-        _READY_SECONDS + count * size / _READY_BYTES_PER_SECOND,
-    )
+    cluster = _cluster(gguf, plan, count, threads, manifest)
     say(f"starting {count} workers")
     async with cluster.running(ranges) as route:
         chain = await _run(route, plan, say, at_once=True, cancellations=plan.cancellations)
@@ -184,12 +188,117 @@ async def measure(
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class LaneWorkers:
+    """How the workers of a lane are started: more flags, and another program than the usual."""
+
+    flags: tuple[str, ...] = ()
+    program: pathlib.Path | None = None
+
+
+async def measure_mixture(
+    model: pathlib.Path,
+    plan: Plan,
+    head: LaneWorkers,
+    tail: LaneWorkers,
+    *,
+    threads: int = 0,
+    manifest: pathlib.Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Runs `plan` over a chain of two lanes, `head`'s stages first, and over both whole models.
+
+    Half of the stages, rounded down, are the head's. The chain's workers believe a record that is
+    signed for this run alone, by a key that nobody else has.
+
+    Raises MeshnetError: RECIPE_MISMATCH when the lanes are one, or differ in more than their lane.
+    """
+    gguf = read_model(model)
+    ranges: list[LayerRange] = split_layers(take_inventory(gguf).main_layers, plan.stages)
+    cluster = _cluster(gguf, plan, plan.stages, threads, manifest)
+    wholes = []
+    for name, lane in (("head", head), ("tail", tail)):
+        say(f"starting the whole model on the {name}'s lane")
+        async with cluster.running([None], [lane]) as route:
+            whole = await _run(route, plan, say, at_once=False, cancellations=0, given=True)
+        wholes.append(whole)
+    recipes = [whole.capabilities[0]["recipe"] for whole in wholes]
+    mixture = mixture_of(*recipes)
+    if mixture is None:
+        raise MeshnetError(
+            errors_pb2.REASON_RECIPE_MISMATCH,
+            "expected two lanes whose recipes differ in nothing but their lane, they differ in "
+            + (", ".join(name for name, _, _ in differences(*recipes)) or "nothing at all"),
+        )
+    lanes = [head] * (plan.stages // 2) + [tail] * (plan.stages - plan.stages // 2)
+    say(f"starting {plan.stages} workers of both lanes")
+    with tempfile.TemporaryDirectory(prefix="meshnet-mixture-") as folder:
+        proven = _prove(mixture, pathlib.Path(folder))
+        lanes = [dataclasses.replace(lane, flags=(*lane.flags, *proven)) for lane in lanes]
+        async with cluster.running(ranges, lanes, mixture.fingerprint) as route:
+            chain = await _run(
+                route, plan, say, at_once=True, cancellations=plan.cancellations, given=True
+            )
+            alone = await _sessions(route, plan, chain.vocabulary, at_once=False)
+    return {
+        "architecture": gguf.architecture,
+        "layers": [[part.begin, part.end] for part in ranges],
+        "mixture": dataclasses.asdict(mixture),
+        "recipes": {"head": recipes[0], "tail": recipes[1]},
+        "workers": chain.capabilities,
+        "rows": [_mixed_row(chain, wholes, prompt) for prompt in plan.prompt_tokens],
+        "sessions": {
+            "together": plan.sessions,
+            "tokens": plan.decode_tokens,
+            # Of the same chain: what others do changes nothing.
+            "identical": chain.together == alone,
+        },
+        "cancellations": chain.cancellations,
+        "left_behind": chain.left_behind,
+    }
+
+
+def _prove(mixture: Mixture, folder: pathlib.Path) -> tuple[str, str]:
+    """A worker's flags for records that nobody but the workers of this run believe."""
+    key = SigningKey.generate()
+    record = issue(
+        key,
+        Lane("measurement", mixture.fingerprint),
+        issued_ms=time.time_ns() // 1_000_000,
+        evidence_sha256=hashlib.sha256(b"").hexdigest(),
+        mixture=mixture,
+    )
+    keys, records = folder / "key.pub", folder / "mixture.records"
+    keys.write_text(key.public_pem(), "utf-8")
+    records.write_bytes(record.encode() + b"\n")
+    return f"--mixtures={records}", f"--mixture_keys={keys}"
+
+
 def is_identical(results: Mapping[str, Any]) -> bool:
     """Whether everything that measure() compared was equal, and nothing was left behind."""
     return (
         all(row["identical"] for row in results["rows"])
         and bool(results["sessions"]["identical"])
         and not any(value for stage in results["left_behind"] for value in stage.values())
+    )
+
+
+def _cluster(
+    gguf: Model, plan: Plan, count: int, threads: int, manifest: pathlib.Path | None
+) -> _Cluster:
+    """How `count` workers are started."""
+    size = sum(file.bytes for file in gguf.files)
+    return _Cluster(
+        gguf.files[0].path,
+        (
+            f"--max_sessions={plan.sessions}",
+            f"--context_tokens={plan.context_tokens}",
+            f"--prefill_chunk_tokens={plan.prefill_chunk_tokens}",
+            f"--rollback_tokens={plan.rollback_tokens}",
+            f"--threads={threads or share_of_cores(count)}",
+            *((f"--manifest={manifest}",) if manifest else ()),
+        ),
+        _READY_SECONDS + count * size / _READY_BYTES_PER_SECOND,
     )
 
 
@@ -200,12 +309,20 @@ class _Cluster:
     ready_within: float
 
     @contextlib.asynccontextmanager
-    async def running(self, ranges: Sequence[LayerRange | None]) -> AsyncIterator[Route]:
+    async def running(
+        self,
+        ranges: Sequence[LayerRange | None],
+        lanes: Sequence[LaneWorkers] | None = None,
+        mixture: str = "",
+    ) -> AsyncIterator[Route]:
         """Workers for the ranges, None being the whole model, and the route over them."""
-        specs = [WorkerSpec(part, self.model, self.flags) for part in ranges]
+        specs = [
+            WorkerSpec(part, self.model, (*self.flags, *lane.flags), lane.program)
+            for part, lane in zip(ranges, lanes or [LaneWorkers()] * len(ranges), strict=True)
+        ]
         async with (
             LocalCluster(specs, ready_within=self.ready_within) as workers,
-            await open_route(workers.endpoints) as route,
+            await open_route(workers.endpoints, mixture=mixture) as route,
         ):
             yield route
 
@@ -217,8 +334,11 @@ async def _run(
     *,
     at_once: bool,
     cancellations: int,
+    given: bool = False,
 ) -> _Run:
+    vocabulary = (await route.head.vocabulary()).size
     run = _Run(
+        vocabulary,
         capabilities=[
             {
                 "engine": capability.engine,
@@ -232,14 +352,17 @@ async def _run(
                 "worker_version": capability.worker_version,
             }
             for capability in route.capabilities
-        ]
+        ],
     )
-    vocabulary = (await route.head.vocabulary()).size
     for prompt in plan.prompt_tokens:
         before = await route.metrics()
         async with route.session() as session:
             run.decoded[prompt] = await _decode(session, _prompt(prompt, vocabulary), plan)
             run.metrics[prompt] = before, await route.metrics()
+        if given:
+            async with route.session() as session:
+                tokens = _prompt(prompt + plan.compared_logit_rows - 1, vocabulary)
+                run.given[prompt] = await _behind(session, tokens, prompt)
         say(f"{prompt} + {plan.decode_tokens} tokens done")
     run.together = await _sessions(route, plan, vocabulary, at_once=at_once)
     for _ in range(cancellations):
@@ -287,6 +410,23 @@ async def _decode(session: Session, prompt: Sequence[int], plan: Plan) -> _Decod
     decoded.logits += compared.logits
     decoded.max_frame_bytes = session.limits.max_frame_bytes if session.limits else 0
     return decoded
+
+
+async def _behind(session: Session, tokens: Sequence[int], prompt: int) -> list[bytes]:
+    """The logits behind the prompt, and behind each token that follows, whatever was likelier."""
+    logits: list[bytes] = []
+    begin = 0
+    for end in range(prompt, len(tokens) + 1):
+        result = await session.generate(
+            tokens[begin:end],
+            max_tokens=1,
+            start_position=begin,
+            ignore_end_of_generation=True,
+            return_logits=True,
+        ).result()
+        logits += result.logits
+        begin = end
+    return logits
 
 
 async def _sessions(
@@ -346,6 +486,31 @@ def _row(chain: _Run, whole: _Run, plan: Plan, prompt: int) -> dict[str, Any]:
         "whole_resident_bytes": whole.metrics[prompt][1][0].resident_bytes,
         "kv_bytes": [metrics.kv_bytes for metrics in after],
         "kv_budget_bytes": [metrics.kv_budget_bytes for metrics in after],
+    }
+
+
+def _mixed_row(chain: _Run, wholes: Sequence[_Run], prompt: int) -> dict[str, Any]:
+    """How far the chain is from either lane's whole model, and they from each other."""
+    decoded, found = chain.decoded[prompt], chain.given[prompt]
+    head, tail = (whole.given[prompt] for whole in wholes)
+    references = [whole.decoded[prompt] for whole in wholes]
+    return {
+        "prompt_tokens": prompt,
+        "compared_logit_rows": len(found),
+        "squared_error": {
+            "head": squared_error(found, head),
+            "tail": squared_error(found, tail),
+            "of_lanes": squared_error(tail, head),
+        },
+        "same_choices": {
+            "head": same_choices(found, head),
+            "tail": same_choices(found, tail),
+            "of_lanes": same_choices(tail, head),
+        },
+        "ttft_ms": 1000 * decoded.first,
+        "last_ms_per_token": 1000 * statistics.fmean(decoded.seconds[1:][-SPAN:]),
+        "whole_ttft_ms": [1000 * one.first for one in references],
+        "whole_ms_per_token": [1000 * statistics.fmean(one.seconds[1:]) for one in references],
     }
 
 

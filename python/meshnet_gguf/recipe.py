@@ -13,7 +13,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["RecipeEntry", "differences", "explain"]
+from meshnet.fingerprints import Mixture
+
+from meshnet_gguf.protocol import recipe_fingerprint
+
+__all__ = [
+    "LANE_FIELDS",
+    "LANE_KINDS",
+    "RecipeEntry",
+    "differences",
+    "explain",
+    "mixture_of",
+    "shared_fingerprint",
+]
+
+# What belongs to a lane alone, by kinds of change: by which kernels it computes, and where.
+LANE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "backend build": (
+        "backend",
+        "build_options",
+        "cpu_repack",
+        "cpu_variant",
+        "flash_attention",
+        "flash_attention_threads",
+    ),
+    "hardware": ("accelerator",),
+    "driver": ("accelerator_driver",),
+}
+# In nothing else may the two lanes of a mixture differ. Workers have the same list
+# (cc/worker/mixtures.cc).
+LANE_FIELDS = frozenset(name for names in LANE_KINDS.values() for name in names)
 
 # Why a field is part of the recipe. Fields that are not here are shown without a meaning.
 _MEANINGS = {
@@ -72,3 +101,19 @@ def differences(
         for name in sorted(first.keys() | second.keys())
         if first.get(name) != second.get(name)
     ]
+
+
+def shared_fingerprint(recipe: Mapping[str, str]) -> str:
+    """The fingerprint of a recipe without what belongs to its lane alone."""
+    return recipe_fingerprint((n, v) for n, v in recipe.items() if n not in LANE_FIELDS)
+
+
+def mixture_of(head: Mapping[str, str], tail: Mapping[str, str]) -> Mixture | None:
+    """What a route from stages of one recipe to stages of another is.
+
+    None when the recipes are equal, or differ in more than their lanes.
+    """
+    shared = shared_fingerprint(head)
+    if head == tail or shared != shared_fingerprint(tail):
+        return None
+    return Mixture(shared, *(recipe_fingerprint(recipe.items()) for recipe in (head, tail)))

@@ -16,18 +16,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshnet.errors import ControlError, Reason
+from meshnet.fingerprints import Mixture
 from meshnet.routing import sessions_at_once
 from meshnet.tasks import cancel
 from meshnet.tracker_client import TrackerClient
 from meshnet.transport import Security
 
 from meshnet_gguf.client import (
+    Capability,
     LayerRange,
     Route,
     RouteHop,
@@ -36,6 +39,7 @@ from meshnet_gguf.client import (
     WorkerClient,
 )
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.recipe import shared_fingerprint
 from meshnet_gguf.status_watch import TrackedWorkers
 from proto.meshnet.control.v1 import tracker_pb2
 from proto.meshnet.shard.v1 import errors_pb2
@@ -51,6 +55,7 @@ __all__ = [
     "TrackedRoute",
     "TrackerRouteSource",
     "lane_sessions",
+    "model_sessions",
 ]
 
 
@@ -245,7 +250,7 @@ class TrackerRouteSource:
         answer = await self.tracker.list_workers(
             tracker_pb2.ListWorkersRequest(model_id=self.model_id, fingerprint=self.fingerprint)
         )
-        return sum(lane_sessions(answer.workers).values())
+        return sum(model_sessions(answer).values())
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[TrackedRoute]:
@@ -336,7 +341,7 @@ class TrackerRouteSource:
         )
         try:
             capability = await head.capability()
-            said = (capability.recipe_fingerprint, capability.layers, capability.model_layers)
+            said = (_fingerprint(chosen, capability), capability.layers, capability.model_layers)
             told = (chosen.fingerprint, hops[0].layers, chosen.model_units)
             if said[0] != told[0]:
                 raise MeshnetError(
@@ -353,7 +358,7 @@ class TrackerRouteSource:
         except BaseException:
             await head.close()
             raise
-        return Route([head], [capability], hops)
+        return Route([head], [capability], hops, chosen.fingerprint)
 
     async def _keep(self, session_id: str, ttl: float) -> None:
         while True:
@@ -374,17 +379,69 @@ def lane_sessions(workers: Iterable[tracker_pb2.WorkerStatus]) -> dict[tuple[str
         if worker.load.ready and worker.admission != tracker_pb2.ADMISSION_DARK:
             lane.append(worker)
     return {
-        lane: sessions_at_once(
-            max((w.registration.model_units for w in members), default=0),
-            (
-                ((w.registration.span.begin, w.registration.span.end), w.registration.max_sessions)
-                for w in members
-            ),
-        )
+        lane: sessions_at_once(members[0].registration.model_units, _rooms(members))
         if members
         else 0
         for lane, members in lanes.items()
     }
+
+
+def model_sessions(answer: tracker_pb2.ListWorkersResponse) -> dict[str, int]:
+    """How many sessions each model can have at once, however many it has.
+
+    Over its lanes; where none of them is complete over the best mixture of two, changing between
+    the same layers on all routes.
+    """
+    sessions: dict[str, int] = {}
+    for (model_id, _), count in lane_sessions(answer.workers).items():
+        sessions[model_id] = sessions.get(model_id, 0) + count
+    mixed: dict[str, int] = {}
+    for mixture in answer.mixtures:
+        model_id = mixture.model_id
+        if mixture.admission != tracker_pb2.ADMISSION_DARK and not sessions.get(model_id):
+            mixed[model_id] = max(mixed.get(model_id, 0), _mixed_sessions(answer.workers, mixture))
+    return sessions | mixed
+
+
+def _mixed_sessions(
+    workers: Iterable[tracker_pb2.WorkerStatus], mixture: tracker_pb2.MixtureStatus
+) -> int:
+    ready = [
+        worker
+        for worker in workers
+        if worker.load.ready and worker.registration.model_id == mixture.model_id
+    ]
+    head, tail = (
+        [worker for worker in ready if worker.registration.fingerprint == fingerprint]
+        for fingerprint in (mixture.head_fingerprint, mixture.tail_fingerprint)
+    )
+    if not head or not tail:
+        return 0
+    units = head[0].registration.model_units
+    most = 0
+    for cut in {worker.registration.span.end for worker in head}:
+        behind = [((b - cut, e - cut), room) for (b, e), room in _rooms(tail) if b >= cut]
+        before = sessions_at_once(cut, _rooms(head))
+        most = max(most, min(before, sessions_at_once(units - cut, behind)))
+    return most
+
+
+def _rooms(
+    workers: Iterable[tracker_pb2.WorkerStatus],
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Each worker's span, and how many sessions it takes."""
+    for worker in workers:
+        one = worker.registration
+        yield (one.span.begin, one.span.end), one.max_sessions
+
+
+def _fingerprint(chosen: tracker_pb2.RouteResponse, head: Capability) -> str:
+    """The fingerprint of the route's hops, as this head and the tracker's word of them make it."""
+    own = head.recipe_fingerprint
+    lanes = [lane for lane, _ in itertools.groupby(hop.fingerprint for hop in chosen.hops)]
+    if len(lanes) == 2 and lanes[0] == own:
+        return Mixture(shared_fingerprint(head.recipe), *lanes).fingerprint
+    return own
 
 
 def _layers(hop: tracker_pb2.RouteHop) -> LayerRange:

@@ -159,6 +159,20 @@ class LaneStatus:
 
 
 @dataclass(frozen=True)
+class MixtureStatus:
+    """Routes whose first stages are of one lane and whose last are of another.
+
+    `reason`: why it is not certified. `fingerprint` is empty for one that there is no record of.
+    """
+
+    head_fingerprint: str
+    tail_fingerprint: str
+    fingerprint: str
+    admission: Admission
+    reason: str
+
+
+@dataclass(frozen=True)
 class ModelStatus:
     """A model and its route: the stages by layers, with LOST and MISSING ones in their places.
 
@@ -172,6 +186,7 @@ class ModelStatus:
     stages: tuple[StageStatus, ...] = ()
     seams: tuple[SeamStatus, ...] = ()
     lanes: tuple[LaneStatus, ...] = ()
+    mixtures: tuple[MixtureStatus, ...] = ()
 
 
 @dataclass(frozen=True)

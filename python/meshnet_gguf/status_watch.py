@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshnet.errors import ControlError
-from meshnet.routing import Candidate, Demand, LaneIndex, Seam
+from meshnet.routing import Candidate, Demand, LaneIndex, Seam, cheapest_mixed
 from meshnet.tracker_client import TrackerClient
 from meshnet.transport import Security
 
@@ -40,6 +40,7 @@ from meshnet_gguf.status import (
     LaneStatus,
     LaneWorker,
     Memory,
+    MixtureStatus,
     ModelStatus,
     Problem,
     SeamStatus,
@@ -122,6 +123,7 @@ class _Survey:
     layers: int = 0
     trackers: tuple[str, ...] = ()
     admissions: Mapping[str, tuple[Admission, str]] = field(default_factory=dict)
+    mixtures: tuple[MixtureStatus, ...] = ()
 
     def admission(self, fingerprint: str) -> tuple[Admission, str]:
         """What is thought of a recipe; of one that nobody judges, that it is used all the same."""
@@ -198,6 +200,16 @@ class TrackedWorkers:
             max((status.registration.model_units for status in answer.workers), default=0),
             self._tracker.endpoints,
             admissions,
+            tuple(
+                MixtureStatus(
+                    mixture.head_fingerprint,
+                    mixture.tail_fingerprint,
+                    mixture.fingerprint,
+                    _ADMISSIONS.get(mixture.admission, Admission.DARK),
+                    mixture.admission_reason,
+                )
+                for mixture in answer.mixtures
+            ),
         )
 
 
@@ -349,6 +361,7 @@ class ModelWatch:
             stages,
             self._seams(stages, survey),
             _lanes(survey),
+            survey.mixtures,
         )
         await self._forget(survey)
         return status
@@ -403,9 +416,10 @@ class ModelWatch:
                 return chain
         best: list[_Worker | _Gap] = []
         cost: tuple[float, ...] = ()
+        indexes: dict[str, LaneIndex] = {}
         for fingerprint, workers in sorted(lanes.items()):
             admission, _ = survey.admission(fingerprint)
-            index = LaneIndex(self._layers)
+            index = indexes[fingerprint] = LaneIndex(self._layers)
             for worker in workers:
                 index.put(worker.candidate(is_lost=worker.endpoint in lost))
             chosen = index.cheapest(Demand(0))
@@ -421,6 +435,15 @@ class ModelWatch:
                 found = (1, admission is Admission.DARK, missing)
             if not cost or found < cost:
                 best, cost = chain, found
+        for mixture in survey.mixtures:
+            head = indexes.get(mixture.head_fingerprint)
+            tail = indexes.get(mixture.tail_fingerprint)
+            # As trackers do: only where no lane has a route of its own.
+            if mixture.admission is Admission.DARK or not head or not tail or cost[:2] == (0, 0):
+                continue
+            chosen = cheapest_mixed(head, tail, Demand(0))
+            if chosen is not None and (found := (0, 1, chosen.total_us)) < cost:
+                best, cost = [by_id[stage.worker_id] for stage in chosen.stages], found
         if not best and self._layers:
             best = [_Gap(0, self._layers)]
         chosen_ids = tuple(part.worker for part in best if isinstance(part, _Worker))

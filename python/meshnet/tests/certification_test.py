@@ -7,10 +7,12 @@ import pathlib
 import stat
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 from meshnet.certification import Certification, CertificationBook, Lane, issue, read_records
 from meshnet.errors import ControlError, Reason
+from meshnet.fingerprints import Mixture
 from meshnet.signing import SigningKey, TrustedKeys
 
 KEY = SigningKey.generate()
@@ -29,6 +31,80 @@ def reason_of(record: bytes) -> Reason | None:
 def test_round_trip() -> None:
     assert Certification.decode(RECORD.encode()) == RECORD
     assert reason_of(RECORD.encode()) is None
+
+
+MIXTURE = Mixture("c" * 64, "a" * 64, "b" * 64)
+
+
+def test_a_mixture_has_a_fingerprint_of_its_own() -> None:
+    # The workers' own function has the same golden value (cc/worker/mixtures_test.cc).
+    golden = "cff17aabc52085949982fcc7fa5daa9a9c8fd6ffe2afc9f4fd317b6c631393a5"
+    assert MIXTURE.fingerprint == golden
+    # The order matters, and what both have in common.
+    assert Mixture("c" * 64, "b" * 64, "a" * 64).fingerprint != golden
+    assert Mixture("d" * 64, "a" * 64, "b" * 64).fingerprint != golden
+
+
+def test_the_record_of_a_mixture_names_both_lanes() -> None:
+    # The workers read the same record (cc/worker/mixtures_test.cc).
+    key = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+    record = issue(
+        key,
+        Lane("model", MIXTURE.fingerprint),
+        issued_ms=10,
+        expires_ms=20,
+        evidence_sha256="e" * 64,
+        mixture=MIXTURE,
+    )
+    assert record.encode() == (
+        b'{"evidence_sha256":"eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee","e'
+        b'xpires_ms":20,"fingerprint":"cff17aabc52085949982fcc7fa5daa9a9c8fd6ffe2afc9f4fd317b6c631'
+        b'393a5","head":"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa","issued'
+        b'_ms":10,"key_id":"56475aa75463474c0285df5dbf2bcab7","model_id":"model","shared":"ccccccc'
+        b'ccccccccccccccccccccccccccccccccccccccccccccccccccccccccc","signature":"X11g2+a5KTzijXOH'
+        b'kgdV3TIoFx/iiDNjq5CUa5/bG+O/pawWRfSdkrvrkSVgVRMz18jvPaB3i+b+iNBZl60BCQ==","status":"cert'
+        b'ified","tail":"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb","versio'
+        b'n":2}'
+    )
+    assert Certification.decode(record.encode()) == record
+    book = CertificationBook(key.trust())
+    book.add(book.check(record.encode()))
+    assert book.mixtures("model") == [MIXTURE]
+    assert book.mixtures("other") == []
+    assert book.refusal(Lane("model", MIXTURE.fingerprint), 10) == ""
+    assert book.refusal(Lane("model", "a" * 64), 10) != ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head": "b" * 64},
+        {"tail": "a" * 64},
+        {"head": "b" * 64, "tail": "a" * 64},
+        {"shared": "d" * 64},
+        {"shared": ""},
+        {"fingerprint": "f" * 64},
+        {"version": 1},
+        {"version": 3},
+        {"version": True},
+        {"more": 1},
+    ],
+)
+def test_a_mixture_that_is_not_its_fingerprints_is_none(change: dict[str, object]) -> None:
+    record = issue(
+        KEY, Lane("m", MIXTURE.fingerprint), issued_ms=1, evidence_sha256="e" * 64, mixture=MIXTURE
+    )
+    fields = json.loads(record.encode()) | change
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    assert reason_of(text) is Reason.CERTIFICATION_INVALID
+
+
+def test_a_mixture_needs_two_lanes_and_its_own_fingerprint() -> None:
+    with pytest.raises(ControlError, match="two lanes"):
+        same = Mixture("s", "f", "f")
+        issue(KEY, Lane("m", same.fingerprint), issued_ms=1, evidence_sha256="e" * 64, mixture=same)
+    with pytest.raises(ControlError, match="of this mixture"):
+        issue(KEY, Lane("m", "f"), issued_ms=1, evidence_sha256="e" * 64, mixture=MIXTURE)
 
 
 def test_newest_record_decides() -> None:

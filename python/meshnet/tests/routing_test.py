@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from meshnet.routing import (
     Demand,
     LaneIndex,
     Seam,
+    cheapest_mixed,
     sessions_at_once,
     stage_cost,
 )
@@ -234,3 +236,27 @@ def test_sessions_are_what_the_narrowest_cut_lets_through(
         for side in ({0, *cut} for cut in cuts)
     )
     assert sessions_at_once(5, rooms) == narrowest
+
+
+@settings(max_examples=100, deadline=None)
+@given(some_candidates(), some_candidates(), st.sampled_from([0, 64]))
+def test_a_mixture_is_the_cheapest_chain_that_changes_lanes_once(
+    head: list[Candidate], tail: list[Candidate], seam_bytes: int
+) -> None:
+    head = [dataclasses.replace(c, worker_id=f"h{i}") for i, c in enumerate(head[:5])]
+    tail = [dataclasses.replace(c, worker_id=f"t{i}") for i, c in enumerate(tail[:5])]
+    demand = Demand(NOW, seam_bytes, frozenset({"h0", "t1"}), frozenset({"n3"}))
+    found = cheapest_mixed(lane_of(head), lane_of(tail), demand)
+    allowed = [
+        chain
+        for chain in chains([c for c in (*head, *tail) if usable(c, demand)])
+        if re.fullmatch("h+t+", "".join(candidate.worker_id[0] for candidate in chain))
+    ]
+    if not allowed:
+        assert found is None
+        return
+    assert found is not None
+    assert found.total_us == min(cost_of(chain, seam_bytes) for chain in allowed)
+    ids = tuple(stage.worker_id for stage in found.stages)
+    (chosen,) = (c for c in allowed if tuple(worker.worker_id for worker in c) == ids)
+    assert cost_of(chosen, seam_bytes) == found.total_us

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from meshnet import route_tokens
 from meshnet.certification import Lane, issue
 from meshnet.errors import ControlError, Reason
+from meshnet.fingerprints import Mixture
 from meshnet.signing import SigningKey
 from meshnet.storage import (
     CERTIFICATIONS,
@@ -144,6 +145,103 @@ async def test_only_equal_fingerprints_share_a_route(database: str) -> None:
         await register(tracker, "d", 0, 2, fingerprint="g")
         assert await route(tracker) == ["d", "b"]
         assert await route(tracker, fingerprint="f") == ["a", "c"]
+
+
+MIXTURE = Mixture("s", "f", "g")
+
+
+def certified(fingerprint: str | Mixture, **fields: Any) -> pb.PutCertificationRequest:
+    base: dict[str, Any] = {"issued_ms": 1, "evidence_sha256": "0" * 64}
+    if isinstance(fingerprint, Mixture):
+        base["mixture"] = fingerprint
+        fingerprint = fingerprint.fingerprint
+    signed = issue(fields.pop("key", KEY), Lane("m", fingerprint), **(base | fields))
+    return pb.PutCertificationRequest(record=signed.encode())
+
+
+async def mixtures(tracker: Tracker) -> list[tuple[str, str, str, int, str]]:
+    answer = await tracker.list_workers(pb.ListWorkersRequest())
+    return [
+        (m.fingerprint, m.head_fingerprint, m.tail_fingerprint, m.admission, m.admission_reason)
+        for m in answer.mixtures
+    ]
+
+
+async def test_two_lanes_share_a_route_by_a_record_for_both_alone(database: str) -> None:
+    clock = ManualClock()
+    name = MIXTURE.fingerprint
+    strict = dataclasses.replace(OPTIONS, admit_dark=False)
+    nobody = (
+        "no certification record says that these two lanes fit together in this order; "
+        "`meshnet certify --mixed` measures it"
+    )
+    async with running(database, clock, strict) as tracker:
+        await register(tracker, "a", 0, 2, fingerprint="f")
+        await register(tracker, "b", 2, 4, fingerprint="g")
+        await tracker.put_certification(certified("f"))
+        await tracker.put_certification(certified("g"))
+        # Both are certified, and nothing says that they fit together.
+        with pytest.raises(ControlError) as error:
+            await route(tracker)
+        assert error.value.reason is Reason.NO_ROUTE
+        assert f"fingerprints f before g are dark ({nobody})" in error.value.message
+        assert await mixtures(tracker) == [("", "f", "g", pb.ADMISSION_DARK, nobody)]
+        # Another pair, and the same one in the other order.
+        await tracker.put_certification(certified(Mixture("s", "f", "h")))
+        await tracker.put_certification(certified(Mixture("s", "g", "f")))
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        # A key that this tracker does not trust.
+        forged = certified(MIXTURE, key=SigningKey.generate())
+        assert await refused(tracker.put_certification(forged)) is (Reason.CERTIFICATION_UNTRUSTED)
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        # A record for its fingerprint that does not say of which two it is.
+        await tracker.put_certification(certified(name, issued_ms=0))
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+
+        await tracker.put_certification(certified(MIXTURE))
+        assert (name, "f", "g", pb.ADMISSION_CERTIFIED, "") in await mixtures(tracker)
+        chosen = await tracker.select_route(pb.SelectRouteRequest(model_id="m", session_id="s"))
+        assert [(hop.worker_id, hop.fingerprint) for hop in chosen.hops] == [("a", "f"), ("b", "g")]
+        assert (chosen.fingerprint, chosen.model_units) == (name, 4)
+        assert chosen.admission == pb.ADMISSION_CERTIFIED
+        # Its only session is taken.
+        await register(tracker, "a", 0, 2, fingerprint="f", max_sessions=1)
+        assert await refused(route(tracker)) is Reason.SESSIONS_EXHAUSTED
+        await register(tracker, "a", 0, 2, fingerprint="f")
+        # Who asks for one lane gets no mixture.
+        assert await refused(route(tracker, fingerprint="f")) is Reason.NO_ROUTE
+        assert await route(tracker, fingerprint=name) == ["a", "b"]
+        # The session stays with the mixture; a lane of its own goes first.
+        await register(tracker, "c", 2, 4, fingerprint="g")
+        again = await tracker.reroute(
+            pb.RerouteRequest(session_id="s", epoch=1, failed_worker_ids=["b"])
+        )
+        assert [hop.worker_id for hop in again.hops] == ["a", "c"]
+        await register(tracker, "d", 2, 4, fingerprint="f", step_us=90_000)
+        assert await route(tracker) == ["a", "d"]
+        await tracker.deregister(pb.DeregisterRequest(worker_id="d"))
+        # One of the two is revoked, or the mixture.
+        await tracker.put_certification(certified("g", issued_ms=2, status="revoked"))
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        await tracker.put_certification(certified("g", issued_ms=3))
+        assert await route(tracker) == ["a", "c"]
+        revoked = certified(MIXTURE, issued_ms=2, status="revoked")
+        await tracker.put_certification(revoked)
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        (entry,) = (entry for entry in await mixtures(tracker) if entry[0] == name)
+        assert entry[3] == pb.ADMISSION_DARK
+        assert entry[4].startswith("revoked by record ")
+
+
+async def test_admitting_dark_lanes_admits_no_mixture_without_its_record(database: str) -> None:
+    async with running(database, ManualClock()) as tracker:
+        await register(tracker, "a", 0, 2, fingerprint="f")
+        await register(tracker, "b", 2, 4, fingerprint="g")
+        assert await refused(route(tracker)) is Reason.NO_ROUTE
+        await tracker.put_certification(certified(MIXTURE))
+        chosen = await tracker.select_route(pb.SelectRouteRequest(model_id="m", session_id="s"))
+        # That both lanes are dark is still told.
+        assert chosen.admission == pb.ADMISSION_DARK_ADMITTED
 
 
 async def test_dark_lanes_are_visible_but_not_routed(database: str) -> None:

@@ -3,6 +3,7 @@
     meshnet certification show lane.records --trusted-key certifier.pem.pub
     meshnet certification import lane.records --tracker 127.0.0.1:7100
     meshnet certification check lane.json --worker 127.0.0.1:7001
+    meshnet certification check mixture.json --worker 127.0.0.1:7001,127.0.0.1:7002
 
 A file holds one record a line. `show` says of each which lane it is for, what it says and whether a
 key given with --trusted-key signed it; the exit code is 1 when one is not to be believed. `import`
@@ -12,7 +13,8 @@ Importing again changes nothing. A record that revokes a lane is imported the sa
 `check` compares evidence that `meshnet certify` wrote with a worker of today and the contract of
 today: another pin, patch stack, boundary, cache layout, backend build, hardware, driver or
 threshold ends a certification. Every change is shown, and the exit code is 1. With --key and
---records a line that revokes the lane is added there.
+--records a line that revokes the lane is added there. Evidence of a mixture of two lanes is
+compared with a worker of each, the head's lane first.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ _TRACKER = flags.DEFINE_string(
 _TRUSTED = flags.DEFINE_multi_string(
     "trusted_key", [], "PEM file of public keys that count; repeatable."
 )
-_WORKER = flags.DEFINE_string("worker", None, "The worker of today, HOST:PORT, to check against.")
+_WORKER = flags.DEFINE_list(
+    "worker", [], "The worker of today, HOST:PORT, to check against; of a mixture one of each lane."
+)
 _LANE_CONTRACT = flags.DEFINE_string(
     "contract", None, "Contract of the model; another than this project's for lanes."
 )
@@ -98,6 +102,8 @@ def _row(record: bytes, book: CertificationBook) -> dict[str, Any]:
         "record_id": found.record_id,
         "model_id": found.lane.model_id,
         "fingerprint": found.lane.fingerprint,
+        "head": found.mixture.head if found.mixture else "",
+        "tail": found.mixture.tail if found.mixture else "",
         "status": found.status,
         "issued_ms": found.issued_ms,
         "expires_ms": found.expires_ms,
@@ -112,17 +118,23 @@ def _check(names: Sequence[str]) -> int:
         raise app.UsageError("expected --worker=HOST:PORT, whose recipe is that of today")
     if bool(_SIGNING_KEY.value) != bool(_REVOCATIONS.value):
         raise app.UsageError("expected --key and --records together")
-    contract = PerformanceContract.read(
-        output.given_path(_LANE_CONTRACT.value)
-        if _LANE_CONTRACT.value
-        else default_folder() / "lane.v1.yaml"
-    )
-    with progress.working(f"asking {_WORKER.value}"):
-        recipe = asyncio.run(_recipe_of(_WORKER.value))
+    with progress.working(f"asking {' and '.join(_WORKER.value)}"):
+        recipes = asyncio.run(_recipes_of(_WORKER.value))
     answers = []
     for name in names:
         record = certify.read_record(output.given_path(name))
-        changes = certify.stale(record, recipe, contract)
+        lanes = certify.recipes_in(record)
+        if len(lanes) != len(recipes):
+            raise app.UsageError(
+                f"expected --worker with {len(lanes)} of HOST:PORT for {name}, got {len(recipes)}"
+            )
+        own = "lane.v1.yaml" if len(lanes) == 1 else "mixture.v1.yaml"
+        contract = PerformanceContract.read(
+            output.given_path(_LANE_CONTRACT.value)
+            if _LANE_CONTRACT.value
+            else default_folder() / own
+        )
+        changes = certify.stale(record, recipes, contract)
         answers.append({"evidence": name, "changes": [vars(change) for change in changes]})
         if not output.wants_json():
             print(f"{name}: {'ended' if changes else 'holds'}")
@@ -134,9 +146,12 @@ def _check(names: Sequence[str]) -> int:
     return 1 if any(answer["changes"] for answer in answers) else 0
 
 
-async def _recipe_of(endpoint: str) -> dict[str, str]:
-    async with WorkerClient(endpoint, security=security_flags.security()) as worker:
-        return dict((await worker.capability()).recipe)
+async def _recipes_of(endpoints: Sequence[str]) -> list[dict[str, str]]:
+    recipes = []
+    for endpoint in endpoints:
+        async with WorkerClient(endpoint, security=security_flags.security()) as worker:
+            recipes.append(dict((await worker.capability()).recipe))
+    return recipes
 
 
 def _revoke(record: dict[str, Any]) -> None:
@@ -146,6 +161,7 @@ def _revoke(record: dict[str, Any]) -> None:
         issued_ms=time.time_ns() // 1_000_000,
         evidence_sha256=hashlib.sha256(certify.encode(record)).hexdigest(),
         status="revoked",
+        mixture=certify.mixture_in(record),
     )
     with output.given_path(str(_REVOCATIONS.value)).open("ab") as records:
         records.write(line.encode() + b"\n")

@@ -5,11 +5,17 @@
         --trusted-key approver.pem.pub --key certifier.pem --records lane.records
     meshnet certify --evidence lane.json --trusted-key approver.pem.pub \\
         --key certifier.pem --records lane.records
+    meshnet certify smollm2 --mixed --head-flag=--device=cpu --evidence mixture.json
 
 Runs the contract for lanes with a chain of workers and the whole model, and writes the raw
 measurements with hardware, driver, runtime, model and recipe. With --key the record is judged, and
 a line that trackers take (`meshnet certification import`) is added to --records; without a model
 that is done with evidence that is there. The model is a pinned one, by name or as a file.
+
+With --mixed it is about routes over two lanes, which are refused without a record of their own: the
+first half of a chain's stages is started with each --head-flag (and is --head-program), the second
+with each --tail-flag. The whole model runs on both lanes. The record holds for these two recipes in
+this order, and for nothing else.
 
 Exit code: 0 when the lane is certified (without --key: when it would be), 3 when it is not, with
 every reason. A fixture engine, a driver that computes on the CPU, a model that is not pinned and a
@@ -30,6 +36,7 @@ from meshnet.signing import SigningKey, TrustedKeys
 
 from meshnet_gguf import certify, evidence, progress
 from meshnet_gguf.cli import output
+from meshnet_gguf.measurement import LaneWorkers
 from meshnet_gguf.models import fetch_model, pinned_models
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder
 
@@ -53,6 +60,19 @@ _TRUSTED = flags.DEFINE_multi_string(
 _CONTRACT = flags.DEFINE_string(
     "contract", None, "Contract of the model; another than this project's for lanes."
 )
+_MIXED = flags.DEFINE_bool("mixed", False, "Certify routes over two lanes, one behind the other.")
+_HEAD_FLAG = flags.DEFINE_multi_string(
+    "head_flag", [], "With --mixed: a flag of the first lane's workers; repeatable."
+)
+_TAIL_FLAG = flags.DEFINE_multi_string(
+    "tail_flag", [], "With --mixed: a flag of the second lane's workers; repeatable."
+)
+_HEAD_PROGRAM = flags.DEFINE_string(
+    "head_program", None, "With --mixed: the first lane's worker program; the usual, unless set."
+)
+_TAIL_PROGRAM = flags.DEFINE_string(
+    "tail_program", None, "With --mixed: the second lane's worker program; the usual, unless set."
+)
 _STAGES = flags.DEFINE_integer(
     "stages", 2, "Number of stages; workers of the chain.", lower_bound=2
 )
@@ -72,19 +92,36 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError("expected at most one model, and --evidence")
     if bool(_KEY.value) != bool(_RECORDS.value):
         raise app.UsageError("expected --key and --records together")
-    target = output.given_path(_EVIDENCE.value)
-    contract = PerformanceContract.read(
-        output.given_path(_CONTRACT.value) if _CONTRACT.value else default_folder() / "lane.v1.yaml"
+    lanes = (
+        _lane_workers(_HEAD_FLAG.value, _HEAD_PROGRAM.value),
+        _lane_workers(_TAIL_FLAG.value, _TAIL_PROGRAM.value),
     )
+    if (lanes[0] != lanes[1]) != (_MIXED.value and bool(arguments)):
+        raise app.UsageError(
+            "expected --mixed with a model, and flags or programs in which the two lanes differ"
+        )
+    target = output.given_path(_EVIDENCE.value)
     with output.control_errors():
         trusted = TrustedKeys.load(output.given_path(name) for name in _TRUSTED.value)
         key = SigningKey.load(output.given_path(_KEY.value)) if _KEY.value else None
-        if arguments:
-            record = asyncio.run(certify.collect(_target(arguments[0]), contract, say=progress.say))
+        record = None if arguments else certify.read_record(target)
+        is_mixture = _MIXED.value or (record is not None and certify.mixture_in(record) is not None)
+        contract = PerformanceContract.read(
+            output.given_path(_CONTRACT.value)
+            if _CONTRACT.value
+            else default_folder() / ("mixture.v1.yaml" if is_mixture else "lane.v1.yaml")
+        )
+        if record is None:
+            mixed = lanes if is_mixture else None
+            record = asyncio.run(
+                certify.collect(_target(arguments[0]), contract, mixed, say=progress.say)
+            )
             evidence.write(record, target)
-        else:
-            record = certify.read_record(target)
         return _judge(record, contract, trusted, key)
+
+
+def _lane_workers(more: Sequence[str], program: str | None) -> LaneWorkers:
+    return LaneWorkers(tuple(more), output.given_path(program) if program else None)
 
 
 def _target(name: str) -> certify.Target:
@@ -117,12 +154,12 @@ def _judge(
                 "record_id": record_id,
                 "model_id": record["model_id"],
                 "fingerprint": record["fingerprint"],
-                "backend": record["recipe"].get("backend"),
+                "backend": _backend(record),
             }
         )
     else:
         console = rich.console.Console(highlight=False, soft_wrap=True)
-        lane = f"{record['model_id']} on {record['recipe'].get('backend')}"
+        lane = f"{record['model_id']} on {_backend(record)}"
         if reasons:
             console.print(f"{lane} stays dark:", markup=False)
             for reason in reasons:
@@ -132,6 +169,12 @@ def _judge(
         else:
             console.print(f"{lane} can be certified; give --key and --records", markup=False)
     return _NOT_CERTIFIED if reasons else 0
+
+
+def _backend(record: dict[str, Any]) -> str:
+    """The lane's, or both lanes' in their order."""
+    recipes = certify.recipes_in(record).values()
+    return " before ".join(recipe.get("backend", "no backend") for recipe in recipes)
 
 
 def _append(file: pathlib.Path, line: bytes) -> None:

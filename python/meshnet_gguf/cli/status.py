@@ -194,6 +194,14 @@ def _of_model(model: ModelStatus) -> list[rich.console.RenderableType]:
             for worker in lane.workers
             if worker.unroutable
         ]
+    parts += [
+        _line(
+            f"mixture of lanes {mixture.head_fingerprint[:12]} before "
+            f"{mixture.tail_fingerprint[:12]}: {mixture.admission.value}"
+            + (f" ({mixture.reason})" if mixture.reason else "")
+        )
+        for mixture in model.mixtures
+    ]
     return parts
 
 

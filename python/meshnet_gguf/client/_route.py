@@ -16,6 +16,7 @@ from meshnet_gguf.client._session import Session
 from meshnet_gguf.client._values import SCHEMA_VERSION, Capability, LayerRange, Limits, Metrics
 from meshnet_gguf.client._worker import WorkerClient
 from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf.recipe import mixture_of
 from proto.meshnet.shard.v1 import errors_pb2, shard_pb2
 
 if TYPE_CHECKING:
@@ -66,8 +67,11 @@ class RouteHop:
         )
 
 
-def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
+def check_route(stages: Sequence[tuple[str, Capability]], mixture: str = "") -> list[int]:
     """The order in which workers (endpoint, capability) form a route: indexes by layer.
+
+    All run one recipe; or first ones run one and last ones another that differs in its lane alone,
+    and `mixture` is their fingerprint together, for which somebody has evidence.
 
     Raises MeshnetError, naming both sides: ARTIFACT_MISMATCH, RECIPE_MISMATCH (with the lines that
     differ), BOUNDARY_SCHEMA_MISMATCH, ROUTE_INVALID (gaps, overlaps, layers that nobody has),
@@ -86,6 +90,7 @@ def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
                 f"mtp={mtp}; it is reserved for a later version: run workers with mtp=off",
             )
     first_endpoint, first = stages[0]
+    found = _mixture([capability for _, capability in stages])
     for endpoint, capability in stages[1:]:
         if capability.artifact_sha256 != first.artifact_sha256:
             raise MeshnetError(
@@ -94,12 +99,13 @@ def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
                 f"{endpoint} has {capability.artifact_sha256}; load the same file everywhere, and "
                 "by the same manifest or by none: a manifest's hash is an artifact of its own",
             )
-        if capability.recipe_fingerprint != first.recipe_fingerprint:
+        one = capability.recipe_fingerprint == first.recipe_fingerprint
+        if not one and (found is None or found != mixture):
             raise MeshnetError(
                 errors_pb2.REASON_RECIPE_MISMATCH,
                 f"expected one recipe, {first_endpoint} runs {first.recipe_fingerprint} and "
                 f"{endpoint} runs {capability.recipe_fingerprint}; they differ in "
-                f"{_recipe_difference(first.recipe, capability.recipe)}",
+                f"{_recipe_difference(first.recipe, capability.recipe)}; {_cure(found, mixture)}",
             )
         if capability.model_layers != first.model_layers:
             raise MeshnetError(
@@ -144,6 +150,25 @@ def check_route(stages: Sequence[tuple[str, Capability]]) -> list[int]:
     return order
 
 
+def _mixture(capabilities: Sequence[Capability]) -> str | None:
+    """The fingerprint of routes over these, where they are two lanes, one behind the other."""
+    ordered = sorted(capabilities, key=lambda capability: capability.layers)
+    changes = [
+        (left.recipe, right.recipe)
+        for left, right in itertools.pairwise(ordered)
+        if left.recipe_fingerprint != right.recipe_fingerprint
+    ]
+    mixture = mixture_of(*changes[0]) if len(changes) == 1 else None
+    return None if mixture is None else mixture.fingerprint
+
+
+def _cure(found: str | None, given: str) -> str:
+    if found is None:
+        return "run one recipe, or two that differ in their lane alone, one behind the other"
+    named = f"that of {given}" if given else "none"
+    return f"run one recipe, or name the evidence for the mixture {found}, got {named}"
+
+
 def _recipe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     lines = [
         f"{name} ({left.get(name, 'absent')!r} against {right.get(name, 'absent')!r})"
@@ -165,10 +190,13 @@ class Route:
         workers: Sequence[WorkerClient],
         capabilities: Sequence[Capability],
         hops: Sequence[RouteHop],
+        recipe_fingerprint: str = "",
     ) -> None:
         self.workers = tuple(workers)
         self.capabilities = tuple(capabilities)
         self.hops = tuple(hops)
+        # Of the workers' recipe, or of the mixture of two.
+        self.recipe_fingerprint = recipe_fingerprint or self.capabilities[0].recipe_fingerprint
 
     async def __aenter__(self) -> Self:
         return self
@@ -205,7 +233,7 @@ class Route:
         return shard_pb2.Route(
             route_session_id=route_session_id,
             route_epoch=route_epoch,
-            recipe_fingerprint=first.recipe_fingerprint,
+            recipe_fingerprint=self.recipe_fingerprint,
             artifact_sha256=first.artifact_sha256,
             model_layers=first.model_layers,
             hops=[hop.to_proto() for hop in self.hops],
@@ -251,8 +279,12 @@ async def open_route(
     *,
     security: Security | None = None,
     answer_within: float = 10.0,
+    mixture: str = "",
 ) -> Route:
     """A route over workers given in any order, after asking each what it has.
+
+    Workers of two lanes are refused unless `mixture` is the fingerprint of their mixture, for which
+    there is a certification record; each worker must have it as well (--mixtures).
 
     Raises MeshnetError: PEER_UNREACHABLE for a worker that does not answer within
     `answer_within` seconds, INSECURE_TRANSPORT, and what check_route() raises.
@@ -273,7 +305,8 @@ async def open_route(
             [
                 (endpoint.address, capability)
                 for endpoint, capability in zip(where, capabilities, strict=True)
-            ]
+            ],
+            mixture,
         )
     except BaseException:
         await asyncio.gather(*(worker.close() for worker in workers))
@@ -282,4 +315,5 @@ async def open_route(
         [workers[index] for index in order],
         [capabilities[index] for index in order],
         [where[index].hop(capabilities[index].layers) for index in order],
+        mixture if len({c.recipe_fingerprint for c in capabilities}) == 2 else "",
     )

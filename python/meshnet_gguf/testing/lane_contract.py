@@ -13,23 +13,30 @@ from meshnet_gguf.performance_contract import PerformanceContract, default_folde
 __all__ = ["write_lane_contract"]
 
 
-def write_lane_contract(folder: pathlib.Path, approver: SigningKey | None) -> PerformanceContract:
-    """The project's contract for lanes with less to run and bounds that any machine keeps."""
-    text = (default_folder() / "lane.v1.yaml").read_text("utf-8")
-    for old, new in {
+def write_lane_contract(
+    folder: pathlib.Path, approver: SigningKey | None, name: str = "lane.v1.yaml"
+) -> PerformanceContract:
+    """The project's contract for lanes with less to run and bounds that any machine keeps.
+
+    With another name it is that for mixtures.
+    """
+    text = (default_folder() / name).read_text("utf-8")
+    less = {
         "minimum_samples: 3": "minimum_samples: 1",
         "tokens: 128": "tokens: 24",
         "tokens: 1024": "tokens: 40",
         "context_tokens: 2048": "context_tokens: 256",
         "output_tokens: 64": "output_tokens: 8",
-        "at_least: 0.5": "at_least: 0.001",
-        "at_least: 3": "at_least: 0.001",
+        "at_least: 3\n": "at_least: 0.001\n",
         "at_most: 30000": "at_most: 600000",
-    }.items():
+    }
+    if name == "lane.v1.yaml":
+        less["at_least: 0.5"] = "at_least: 0.001"
+    for old, new in less.items():
         if old not in text:
-            raise AssertionError(f"lane.v1.yaml has no {old!r} any more")
+            raise AssertionError(f"{name} has no {old!r} any more")
         text = text.replace(old, new)
-    file = folder / "lane.v1.yaml"
+    file = folder / name
     file.write_text(text, "utf-8")
     contract = PerformanceContract.read(file)
     performance_contract.lock(contract, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))

@@ -4,6 +4,8 @@ from meshnet_gguf.client import Capability, LayerRange, WorkerClient, check_rout
 from meshnet_gguf.client import open_route as open_real_route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import split_layers
+from meshnet_gguf.protocol import recipe_fingerprint
+from meshnet_gguf.recipe import LANE_FIELDS, mixture_of, shared_fingerprint
 from meshnet_gguf.testing.scripted_head import capability
 
 from proto.meshnet.shard.v1 import errors_pb2
@@ -71,6 +73,58 @@ def test_another_recipe_names_the_lines_that_differ() -> None:
     assert "worker-1 runs " + "e" * 64 in error.message
     assert "kernels ('absent' against 'avx2'), quant ('q4' against 'q8')" in error.message
     assert "batch_policy" not in error.message
+
+
+CPU = {"backend": "cpu", "cpu_variant": "haswell", "kv_type": "f16"}
+GPU = {"accelerator": "gpu", "backend": "vulkan", "cpu_variant": "haswell", "kv_type": "f16"}
+
+
+def of_lane(recipe: dict[str, str], begin: int, end: int) -> Capability:
+    fingerprint = recipe_fingerprint(recipe.items())
+    return capability(LayerRange(begin, end), recipe=recipe, recipe_fingerprint=fingerprint)
+
+
+def fingerprint_of(head: dict[str, str], tail: dict[str, str]) -> str:
+    found = mixture_of(head, tail)
+    assert found is not None
+    return found.fingerprint
+
+
+def test_two_lanes_need_the_fingerprint_of_exactly_their_mixture() -> None:
+    both = stages(of_lane(GPU, 2, 4), of_lane(CPU, 0, 2))
+    mixture = fingerprint_of(CPU, GPU)
+    assert check_route(both, mixture) == [1, 0]
+    other_order = fingerprint_of(GPU, CPU)
+    for given in ("", "a" * 64, recipe_fingerprint(CPU.items()), other_order):
+        with pytest.raises(MeshnetError) as caught:
+            check_route(both, given)
+        assert caught.value.reason == errors_pb2.REASON_RECIPE_MISMATCH
+        assert "backend ('vulkan' against 'cpu')" in caught.value.message
+        named = f"that of {given}" if given else "none"
+        assert f"name the evidence for the mixture {mixture}, got {named}" in caught.value.message
+    # More stages of each are the same mixture; a way back is another matter.
+    three = stages(of_lane(CPU, 0, 1), of_lane(CPU, 1, 2), of_lane(GPU, 2, 4))
+    assert check_route(three, mixture) == [0, 1, 2]
+    back = stages(of_lane(CPU, 0, 1), of_lane(GPU, 1, 2), of_lane(CPU, 2, 4))
+    with pytest.raises(MeshnetError, match="one behind the other"):
+        check_route(back, mixture)
+
+
+def test_lanes_that_differ_in_more_than_their_lane_are_no_mixture() -> None:
+    assert mixture_of(CPU, CPU) is None
+    for name, value in {"kv_type": "q8_0", "zz_new": "1"}.items():
+        assert mixture_of(CPU, GPU | {name: value}) is None
+    with pytest.raises(MeshnetError, match="differ in their lane alone"):
+        check_route(stages(of_lane(CPU, 0, 2), of_lane(GPU | {"kv_type": "q8_0"}, 2, 4)), "a" * 64)
+
+
+def test_what_lanes_have_in_common_is_all_but_the_fields_of_a_lane() -> None:
+    # cc/worker/mixtures_test.cc says the same of the workers' own function.
+    recipe = dict.fromkeys([*LANE_FIELDS, "kv_type"], "x")
+    shared = shared_fingerprint(recipe)
+    assert shared == recipe_fingerprint([("kv_type", "x")])
+    for name in recipe:
+        assert (shared_fingerprint(recipe | {name: "y"}) == shared) == (name in LANE_FIELDS)
 
 
 def test_another_number_of_layers() -> None:

@@ -26,6 +26,7 @@ from meshnet_gguf.status import (
     LaneWorker,
     Memory,
     MeshStatus,
+    MixtureStatus,
     ModelStatus,
     Problem,
     SeamStatus,
@@ -68,7 +69,9 @@ def test_json_gives_back_what_was_written(text: str, count: int, rate: float) ->
     )
     lane = LaneStatus(text, Admission.DARK, text, (LaneWorker(text, text, 0, 1, 0, 1, text),), 3)
     seams = (SeamStatus(0, 1, count, sent_bytes_per_second=rate), SeamStatus(1, 0))
-    models = (ModelStatus(text, count, (text,), problem, (stage, stage), seams, (lane,)),)
+    mixture = MixtureStatus(text, text, text, Admission.DARK, text)
+    parts = (problem, (stage, stage), seams, (lane,), (mixture,))
+    models = (ModelStatus(text, count, (text,), *parts),)
     gateway = GatewayStatus(rate, 1, 2, 3, count, count, {text: count})
     status = MeshStatus(rate, models, gateway)
     assert status_from_json(status_to_json(status)) == status

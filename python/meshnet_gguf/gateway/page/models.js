@@ -78,8 +78,14 @@ function fillLane(made, lane) {
   tag.className = `tag ${lane.admission}`;
   write(tag, ADMISSIONS[lane.admission] ?? lane.admission);
   write(why, lane.reason);
-  write(made.children[1], `recipe ${lane.fingerprint.slice(0, 16)}`);
   const details = made.children[2];
+  details.hidden = !lane.workers;
+  if (!lane.workers) {
+    const [head, tail] = [lane.head_fingerprint, lane.tail_fingerprint];
+    write(made.children[1], `mixture of recipe ${head.slice(0, 16)} before ${tail.slice(0, 16)}`);
+    return;
+  }
+  write(made.children[1], `recipe ${lane.fingerprint.slice(0, 16)}`);
   const workers = lane.workers.length + lane.unlisted_workers;
   write(details.firstElementChild, workers === 1 ? "1 worker" : `${count(workers)} workers`);
   each(details.lastElementChild, lane.workers, () => document.createElement("li"), (item, worker) => {
@@ -125,7 +131,7 @@ class ModelView {
     this.picture.show(model);
     each(this.stages.tBodies[0], model.stages, () => row(this.stages), fillStage);
     const order = { DARK: 0, DARK_ADMITTED: 1, CERTIFIED: 2 };
-    const lanes = [...model.lanes].sort((a, b) => order[a.admission] - order[b.admission]);
+    const lanes = [...model.lanes, ...model.mixtures].sort((a, b) => order[a.admission] - order[b.admission]);
     each(this.lanes, lanes, makeLane, fillLane);
     return this.#news(model, broken);
   }

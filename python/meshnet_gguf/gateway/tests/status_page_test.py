@@ -21,6 +21,7 @@ from meshnet_gguf.status import (
     LaneWorker,
     Memory,
     MeshStatus,
+    MixtureStatus,
     ModelStatus,
     Problem,
     SeamStatus,
@@ -446,6 +447,7 @@ HEALTHY = MeshStatus(
                     (LaneWorker("w9", "shed", 0, 30, 0, 4, "dark: no record of a trusted key"),),
                 ),
             ),
+            mixtures=(MixtureStatus("f" * 64, "e" * 64, "", Admission.DARK, "no record for both"),),
         ),
     ),
     GatewayStatus(5.0, 3, 8, 1, 100, 2000, {"RATE_LIMITED": 41, "QUEUE_FULL": 1200}),
@@ -503,7 +505,12 @@ async def test_every_number_is_shown(browser: Browser, mesh: PageMesh) -> None:
         # Dark lanes come first, with why.
         lanes = page.locator(".lanes > li")
         await expect(lanes.nth(0)).to_contain_text("Dark, not used no record of a trusted key")
-        await expect(lanes.nth(1)).to_contain_text("Certified")
+        await expect(lanes.nth(1)).to_contain_text("Dark, not used no record for both")
+        await expect(lanes.nth(1)).to_contain_text(
+            "mixture of recipe ffffffffffffffff before eeeeeeeeeeeeeeee"
+        )
+        await expect(lanes.nth(1).locator("details")).to_be_hidden()
+        await expect(lanes.nth(2)).to_contain_text("Certified")
         await lanes.nth(0).locator("summary").click()
         await expect(lanes.nth(0)).to_contain_text(
             "layers 0\u201329: w9 on shed, 0 of 4 sessions; not used: dark: no record"
