@@ -5,7 +5,8 @@
     cc_binary(..., target_compatible_with = LANE_SDK)
 
 Each lane has a repository @LANE_sdk, which is fetched when the lane is asked for. Its target `sdk` is a constraint: the
-lane's own where the SDK is there, and otherwise one that no platform has and whose name is the reason.
+lane's own where the SDK is there, and otherwise one that no platform has and whose name is the reason. So has aarch64
+Linux, whose SDK is a cross compiler and libraries.
 """
 
 LANES = [
@@ -15,8 +16,11 @@ LANES = [
     "vulkan",
 ]
 
-# For the target_compatible_with of what needs its lane's SDK: says what is missing before anything else is looked at.
+# For the target_compatible_with of what needs the SDK of its lane or CPU: says what is missing before anything else is looked at.
 LANE_SDK = select(
     {Label("//platforms:is_" + lane): [Label("@%s_sdk//:sdk" % lane)] for lane in LANES} |
-    {"//conditions:default": []},
+    {
+        Label("//platforms:is_linux_aarch64"): [Label("@aarch64_sdk//:sdk")],
+        "//conditions:default": [],
+    },
 )

@@ -99,6 +99,7 @@ check_libraries() { # FOLDER ACCELERATOR: names what the program is linked with 
 
 flags_of() { # LEVEL: as /proc/cpuinfo names them
   case $1 in
+    armv8-a) echo asimd fp ;;
     x86-64-v2) echo cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3 ;;
     x86-64-v3) flags_of x86-64-v2 && echo avx2 bmi1 bmi2 f16c fma movbe ;;
   esac
@@ -115,7 +116,7 @@ check_machine() { # FOLDER: names what does not fit
   at_least "${have##* }" "$glibc" || die "glibc: this release needs $glibc or later, the machine has ${have##* }; use a newer distribution"
   local baseline
   baseline=$(identity "$1" baseline)
-  flags=" $(sed -n '/^flags/{s/.*: //p;q}' "${MESHNET_CPUINFO:-/proc/cpuinfo}") "
+  flags=" $(sed -n '/^\(flags\|Features\)/{s/.*: //p;q}' "${MESHNET_CPUINFO:-/proc/cpuinfo}") "
   for flag in $(flags_of "$baseline"); do
     [[ $flags == *" $flag "* ]] || die "CPU: this release needs $baseline, this CPU has no $flag; use a newer machine"
   done

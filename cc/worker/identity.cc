@@ -25,6 +25,13 @@ namespace {
 
 using google::protobuf::Value;
 
+// As `uname -m` names it.
+#if defined(__aarch64__)
+constexpr char kCpu[] = "aarch64";
+#else
+constexpr char kCpu[] = "x86_64";
+#endif
+
 // Every value, by its path. None of them needs an escape.
 std::map<std::string, std::string> Fields() {
   std::map<std::string, std::string> fields = {
@@ -34,7 +41,7 @@ std::map<std::string, std::string> Fields() {
       {"engine.llama_cpp.release", llama_cpp::kRelease},
       {"engine.llama_cpp.tree", llama_cpp::kTree},
       {"lane.accelerator", llama_cpp::kLane},
-      {"lane.cpu", "x86_64"},
+      {"lane.cpu", kCpu},
       {"lane.os", "linux"},
       {"program", "meshnet-worker"},
       {"protocol.schema_version", absl::StrCat(kSchemaVersion)},

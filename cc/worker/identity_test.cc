@@ -35,7 +35,11 @@ TEST(IdentityTest, ReadsPins) {
 
 TEST(IdentityTest, NamesTheFieldThatIsAnothers) {
   for (const auto& [from, to, field] : {
+#if defined(__aarch64__)
+           std::make_tuple("\"cpu\": \"aarch64\"", "\"cpu\": \"x86_64\"", "lane.cpu"),
+#else
            std::make_tuple("\"cpu\": \"x86_64\"", "\"cpu\": \"aarch64\"", "lane.cpu"),
+#endif
            std::make_tuple("\"accelerator\": \"cpu\"", "\"accelerator\": \"cuda\"",
                            "lane.accelerator"),
            std::make_tuple("\"schema_version\": \"1\"", "\"schema_version\": \"2\"",

@@ -58,7 +58,12 @@ _EXPIRES_SOON: Final = datetime.timedelta(days=14)
 _CLOCK_WARN_MS: Final = 5_000
 _CLOCK_FAIL_MS: Final = 30_000
 _PROGRAM_SECONDS: Final = 10.0
-_LEVELS: Final = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
+_LEVELS: Final = {
+    "armv8-a": "asimd",
+    "x86-64-v2": "sse4_2",
+    "x86-64-v3": "avx2",
+    "x86-64-v4": "avx512f",
+}
 
 
 class Level(enum.StrEnum):
@@ -141,7 +146,8 @@ def check_cpu(flags: frozenset[str], baseline: str) -> Check:
 def _cpu_flags() -> frozenset[str]:
     try:
         for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("flags"):
+            # The second is how Linux says it on Arm.
+            if line.startswith(("flags", "Features")):
                 return frozenset(line.partition(":")[2].split())
     except OSError:
         pass

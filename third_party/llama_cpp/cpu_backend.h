@@ -21,10 +21,10 @@
 
 namespace meshnet::llama_cpp {
 
-// Instruction sets beyond x86-64-v2 that variants are compiled for. True means that the CPU has
-// them and the operating system saves their registers. What comes after x86_64_v3 is only looked
-// for where that is there.
+// Instruction sets beyond the baseline that variants are compiled for. True means that the CPU has
+// them and the operating system saves their registers.
 struct InstructionSets {
+  // Of x86-64, beyond x86-64-v2. What comes after x86_64_v3 is only looked for where that is there.
   bool x86_64_v3 = false;  // AVX, AVX2, BMI1, BMI2, F16C, FMA, LZCNT, MOVBE
   bool avx_vnni = false;
   bool avx512 = false;  // F, CD, VL, DQ and BW
@@ -33,6 +33,10 @@ struct InstructionSets {
   bool avx512_bf16 = false;
   bool amx_int8 =
       false;  // with the tiles; on Linux the process has asked for permission to use them
+
+  // Of aarch64, beyond Armv8.0.
+  bool armv8_2_dotprod = false;  // Armv8.2 with half precision and dot products
+  bool i8mm = false;             // products of 8-bit matrices
 };
 
 // What the running CPU can do.

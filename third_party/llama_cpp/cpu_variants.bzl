@@ -27,7 +27,7 @@ _ICELAKE = _AVX512 + [
 _ZEN4 = _ICELAKE + ["-mavx512bf16"]
 
 # Compiler flags with the names that upstream gives to the variants. From the plainest to the best.
-# third_party/llama_cpp/cpu_backend.cc tells which CPU can run which: change both.
+# third_party/llama_cpp/cpu_backend_x86_64.cc tells which CPU can run which: change both.
 CPU_VARIANTS = {
     "sse42": ["-march=x86-64-v2"],
     "haswell": _V3,
@@ -39,6 +39,14 @@ CPU_VARIANTS = {
         "-mamx-tile",
         "-mamx-int8",
     ],
+}
+
+# The same for aarch64, by the best instructions in it; cpu_backend_aarch64.cc tells which CPU can run which. None with
+# SVE, unlike upstream's: its sums depend on the length of the CPU's vectors, which no recipe tells.
+AARCH64_CPU_VARIANTS = {
+    "armv8": ["-march=armv8-a"],
+    "dotprod": ["-march=armv8.2-a+dotprod+fp16"],
+    "i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"],
 }
 
 _ENTRY = "ggml_backend_cpu_reg"
@@ -97,7 +105,7 @@ _isolated_object = rule(
     toolchains = use_cpp_toolchain(),
 )
 
-def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
+def ggml_cpu_variants(name, srcs, aarch64_srcs, x86_64_srcs, copts, header_deps, deps, **kwargs):
     """A library with every variant of ggml's CPU backend; entry points are ggml_backend_cpu_reg_VARIANT.
 
     NAME_objects are the variants' isolated objects, NAME_VARIANT.o.
@@ -105,38 +113,46 @@ def ggml_cpu_variants(name, srcs, copts, header_deps, deps, **kwargs):
     Args:
       name: name of the library.
       srcs: sources of one CPU backend.
+      aarch64_srcs: those for aarch64 alone.
+      x86_64_srcs: those for x86-64 alone.
       copts: compiler flags of all variants.
       header_deps: further libraries that the sources include headers of.
       deps: libraries that resolve what the sources call.
       **kwargs: as for cc_library.
     """
-    objects = []
-    for variant, flags in CPU_VARIANTS.items():
-        cc_library(
-            name = "%s_%s_plain" % (name, variant),
-            srcs = srcs,
-            # The rest of a program is tuned for one CPU (bazel/toolchain); kernels stand for many.
-            copts = copts + ["-mtune=generic"] + flags,
-            implementation_deps = header_deps,
-            linkstatic = True,
-            visibility = ["//visibility:private"],
-            deps = deps,
-        )
-        _isolated_object(
-            name = "%s_%s" % (name, variant),
-            entry = "%s_%s" % (_ENTRY, variant),
-            library = ":%s_%s_plain" % (name, variant),
-            visibility = ["//visibility:private"],
-        )
-        objects.append(":%s_%s" % (name, variant))
+    objects = {}
+    for cpu, variants, own_srcs in [
+        ("aarch64", AARCH64_CPU_VARIANTS, aarch64_srcs),
+        ("x86_64", CPU_VARIANTS, x86_64_srcs),
+    ]:
+        objects["@platforms//cpu:" + cpu] = [":%s_%s" % (name, variant) for variant in variants]
+        for variant, flags in variants.items():
+            cc_library(
+                name = "%s_%s_plain" % (name, variant),
+                srcs = srcs + own_srcs,
+                # The rest of a program is tuned for one CPU (bazel/toolchain); kernels stand for many.
+                copts = copts + ["-mtune=generic"] + flags,
+                implementation_deps = header_deps,
+                linkstatic = True,
+                target_compatible_with = ["@platforms//cpu:" + cpu],
+                visibility = ["//visibility:private"],
+                deps = deps,
+            )
+            _isolated_object(
+                name = "%s_%s" % (name, variant),
+                entry = "%s_%s" % (_ENTRY, variant),
+                library = ":%s_%s_plain" % (name, variant),
+                target_compatible_with = ["@platforms//cpu:" + cpu],
+                visibility = ["//visibility:private"],
+            )
     native.filegroup(
         name = name + "_objects",
-        srcs = objects,
+        srcs = select(objects),
         visibility = ["@@//cc/worker:__pkg__"],
     )
     cc_library(
         name = name,
-        srcs = objects,
+        srcs = select(objects),
         deps = deps,
         linkstatic = True,
         **kwargs

@@ -43,8 +43,11 @@ for dir in /*; do
   esac
 done
 for dir in /opt/*; do
-  [[ $dir == /opt/sysroot || -L $dir || ! -d $dir ]] || bind "$dir"
+  [[ $dir == /opt/sysroot || $dir == /opt/sdk || -L $dir || ! -d $dir ]] || bind "$dir"
 done
+# SDKs (tools/sdk) at one path on every machine, also those that are installed while Bazel's server runs.
+[[ -d $root/opt/sdk ]] || mkdir -p "$root/opt/sdk"
+mount -n --rbind "$cache/sdk/$MESHNET_BUILD_ROOT_KEY" "$root/opt/sdk"
 bind /var/tmp
 [[ -e $root$worktree/. && $worktree -ef $root$worktree ]] || bind "$worktree"
 [[ -e $root$cache/. && $cache -ef $root$cache ]] || bind "$cache"

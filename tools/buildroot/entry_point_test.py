@@ -21,6 +21,7 @@ BAZEL = """\
 echo "arguments: $*"
 echo "folder: $PWD"
 echo "input: $(cat)"
+[[ ! -e /opt/sdk/arm/packages.txt ]] || echo "sdk: $(cat /opt/sdk/arm/packages.txt)"
 exit 7
 """
 
@@ -246,6 +247,15 @@ def test_what_a_killed_creation_left_is_removed(machine: Machine, tmp_path: path
     assert waiting.communicate("", timeout=120)[0].endswith("input: \n")
     assert waiting.returncode == 7
     assert [".making." in name for name in machine.roots()] == [False]
+
+
+def test_sdks_are_seen_at_one_path(machine: Machine) -> None:
+    assert machine.run("version").returncode == 7
+    (root,) = machine.roots()
+    sdk = machine.cache / "sdk" / root / "arm"
+    sdk.mkdir()
+    (sdk / "packages.txt").write_text("gcc-arm\n")
+    assert machine.run("version").stdout.endswith("sdk: gcc-arm\n")
 
 
 def test_two_at_once_make_one_root(machine: Machine, tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ BAZELRC = pathlib.Path(os.environ["BAZELRC"]).read_text()
 FILES = [pathlib.Path(name) for name in os.environ["WORKFLOWS"].split()]
 LANES = ("cpu", "cuda", "metal", "rocm", "vulkan")
 # What GitHub's own runners do: always there.
-HOSTED = ("lavapipe-linux-x86_64-vulkan", "linux-x86_64-cpu")
+HOSTED = ("lavapipe-linux-x86_64-vulkan", "linux-x86_64-cpu", "qemu-linux-aarch64-cpu")
 
 
 class _Loader(yaml.SafeLoader):
@@ -125,6 +125,10 @@ def test_no_lane_passes_because_nothing_fits_it() -> None:
     for name, job in named("ci.yml")["jobs"].items():
         lane = name.rpartition("-")[2]
         script = "\n".join(step.get("run", "") for step in job["steps"])
+        if name == "qemu-linux-aarch64-cpu":
+            assert "tools/sdk install aarch64\n" in script
+            assert "tools/bazel build --config=ci --config=aarch64 //cc/worker\n" in script
+            assert "..." not in script
         if lane == "cpu":
             continue
         lines = re.findall(

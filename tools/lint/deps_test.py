@@ -28,6 +28,9 @@ def listed(file: str) -> set[str]:
     return {line for line in lines if line and not line.startswith("#")}
 
 
+AARCH64 = listed("tools/buildroot/aarch64-packages.txt")
+
+
 @pytest.mark.parametrize("entry", DEPENDENCIES, ids=lambda entry: str(entry["name"]))
 def test_entry_is_complete(entry: dict[str, Any]) -> None:
     required = {"name", "purpose", "version", "licence", "source", "url", "use"}
@@ -74,9 +77,17 @@ def test_debian_packages() -> None:
     assert sorted(named) == sorted(packages)
 
 
-def test_sdks_of_the_lanes() -> None:
+def test_libraries_of_aarch64_are_those_of_the_sysroot() -> None:
+    libraries = {name.removesuffix(":arm64") for name in AARCH64 if name.endswith(":arm64")}
+    # The compiler's come with it, and nobody runs a sanitizer there.
+    sysroot = listed("tools/buildroot/sysroot-packages.txt")
+    assert libraries == {name for name in sysroot if name.endswith("-dev")}
+
+
+def test_sdks() -> None:
     packages = listed("tools/buildroot/rocm-packages.txt")
     packages |= listed("tools/buildroot/vulkan-packages.txt")
+    packages |= {name for name in AARCH64 if not name.endswith(":arm64")}
     packages |= {line.split("==")[0] for line in listed("third_party/sdk/cuda.lock")}
     named = [package for entry in of_source("sdk") for package in entry["packages"]]
     assert sorted(named) == sorted(packages)

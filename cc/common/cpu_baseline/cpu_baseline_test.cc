@@ -8,6 +8,28 @@
 namespace meshnet {
 namespace {
 
+TEST(CpuBaselineTest, AcceptsTheCpuThatThisTestWasCompiledFor) {
+  EXPECT_EQ(MissingFromBaseline(HostCpuFeatures()), nullptr);
+}
+
+#if defined(__aarch64__)
+
+TEST(CpuBaselineTest, IsWhatTheCompilerWasTold) {
+#if __ARM_ARCH == 8 && defined(__ARM_NEON) && !defined(__ARM_FEATURE_ATOMICS)
+  EXPECT_STREQ(kCpuBaseline, "armv8-a");
+#else
+  FAIL() << "compiled for another level than " << kCpuBaseline;
+#endif
+}
+
+TEST(CpuBaselineTest, NamesAMissingFeature) {
+  EXPECT_EQ(MissingFromBaseline(CpuFeatures{0b11}), nullptr);
+  EXPECT_STREQ(MissingFromBaseline(CpuFeatures{~uint64_t{0b10}}), "asimd");
+  EXPECT_STREQ(MissingFromBaseline(CpuFeatures{}), "fp");
+}
+
+#else
+
 constexpr CpuFeatures kEverything = {~0u, ~0u, ~0u, ~uint64_t{0}};
 
 // Intel Nehalem and Haswell, as far as the levels go.
@@ -17,18 +39,12 @@ constexpr CpuFeatures kHaswell = {
     kNehalem.leaf1_ecx | 1u << 12 | 1u << 22 | 1u << 27 | 1u << 28 | 1u << 29,
     1u << 3 | 1u << 5 | 1u << 8, 1u << 0 | 1u << 5, 0x7};
 
-#if defined(__x86_64__)
 TEST(CpuBaselineTest, IsWhatTheCompilerWasTold) {
 #if defined(__SSE4_2__) && defined(__POPCNT__) && !defined(__AVX__)
   EXPECT_STREQ(kCpuBaseline, "x86-64-v2");
 #else
   FAIL() << "compiled for another level than " << kCpuBaseline;
 #endif
-}
-#endif
-
-TEST(CpuBaselineTest, AcceptsTheCpuThatThisTestWasCompiledFor) {
-  EXPECT_EQ(MissingFromBaseline(HostCpuFeatures()), nullptr);
 }
 
 TEST(CpuBaselineTest, AcceptsExactlyALevel) {
@@ -61,6 +77,8 @@ TEST(CpuBaselineTest, WantsTheOperatingSystemToSaveAvxRegisters) {
 TEST(CpuBaselineTest, NothingAtAllLacksTheFirstFeature) {
   EXPECT_STREQ(MissingFromBaseline(CpuFeatures{}), "sse3");
 }
+
+#endif
 
 }  // namespace
 }  // namespace meshnet

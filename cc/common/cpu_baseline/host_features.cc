@@ -2,6 +2,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace meshnet {
@@ -23,10 +25,14 @@ CpuFeatures HostCpuFeatures() {
   return features;
 }
 
+#elif defined(__linux__)
+
+CpuFeatures HostCpuFeatures() { return {getauxval(AT_HWCAP)}; }
+
 #else
 
-// Other architectures are compiled for their own baseline; nothing is checked there.
-CpuFeatures HostCpuFeatures() { return {~0u, ~0u, ~0u, ~uint64_t{0}}; }
+// Every Mac has the baseline of its architecture.
+CpuFeatures HostCpuFeatures() { return {~uint64_t{0}}; }
 
 #endif
 

@@ -65,7 +65,10 @@ def test_processors() -> None:
     assert doctor.check_cpu(new, "x86-64-v3").level is Level.OK
     assert doctor.check_cpu(old, "x86-64-v3").level is Level.FAIL
     assert doctor.check_cpu(old, "x86-64-v2").level is Level.OK
-    assert doctor.check_cpu(new, "armv8-a").level is Level.WARN
+    assert doctor.check_cpu(frozenset({"fp", "asimd"}), "armv8-a").level is Level.OK
+    assert doctor.check_cpu(new, "armv8-a").level is Level.FAIL
+    assert doctor.check_cpu(new, "rv64gc").level is Level.WARN
+    assert doctor.check_cpu(frozenset(), "armv8-a").level is Level.WARN
 
 
 def test_memory_and_storage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
