@@ -23,7 +23,7 @@ from absl import app
 
 from meshnet.errors import ControlError
 
-__all__ = ["end_on_signals", "log", "serve_until_told"]
+__all__ = ["end_on_signals", "log", "log_listening", "serve_until_told"]
 
 _Settings = TypeVar("_Settings")
 
@@ -31,6 +31,13 @@ _Settings = TypeVar("_Settings")
 def log(event: str, **fields: object) -> None:
     """A line of JSON on stderr."""
     print(json.dumps({"event": event, **fields}), file=sys.stderr, flush=True)
+
+
+def log_listening(serving: Callable[..., None] | None = None, **fields: object) -> None:
+    """That a program serves, and where: in the log, and to `serving` if somebody waits for it."""
+    log("listening", **fields)
+    if serving is not None:
+        serving(**fields)
 
 
 def end_on_signals() -> asyncio.Event:

@@ -1,8 +1,6 @@
 """The relay behind gRPC: `python -m meshnet.relay_server --listen=...`
 
 async with serve(RelaySettings()) as (endpoint, metrics_port): ...
-
-
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from absl import flags
 
 from meshnet import command_line
-from meshnet.program import end_on_signals, log, serve_until_told
+from meshnet.program import end_on_signals, log_listening, serve_until_told
 from meshnet.relay import CallRecord, Relay, RelayOptions
 from meshnet.telemetry import Telemetry
 from meshnet.transport import Security, TlsFiles, bind, make_server
@@ -73,11 +71,11 @@ def settings_from_flags() -> RelaySettings:
     )
 
 
-async def run(settings: RelaySettings) -> None:
-    """Serves until SIGTERM or SIGINT."""
+async def run(settings: RelaySettings, serving: Callable[..., None] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT; `serving` is told where, as the log is."""
     ended = end_on_signals()
     async with serve(settings) as (endpoint, metrics_port):
-        log("listening", address=endpoint, metrics_port=metrics_port)
+        log_listening(serving, address=endpoint, metrics_port=metrics_port)
         await ended.wait()
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
 from meshnet import command_line
 from meshnet.clock import SystemClock
 from meshnet.collection import collect_in_small_steps
-from meshnet.program import end_on_signals, log, serve_until_told
+from meshnet.program import end_on_signals, log, log_listening, serve_until_told
 from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.tasks import cancel
 from meshnet.tracker import TrackerOptions
@@ -68,13 +68,13 @@ def settings_from_flags() -> TrackerSettings:
     )
 
 
-async def run(settings: TrackerSettings) -> None:
-    """Serves until SIGTERM or SIGINT."""
+async def run(settings: TrackerSettings, serving: Callable[..., None] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT; `serving` is told where, as the log is."""
     ended = end_on_signals()
     async with TrackerServer.start(settings) as server:
         if settings.options.admit_dark:
             log("warning", message="dark lanes are admitted: routes may be uncertified")
-        log("listening", address=server.endpoint, metrics_port=server.metrics_port)
+        log_listening(serving, address=server.endpoint, metrics_port=server.metrics_port)
         collecting = asyncio.create_task(collect_in_small_steps(SystemClock()))
         await ended.wait()
         await cancel(collecting)

@@ -317,7 +317,9 @@ async def _stream(
     generation = session.generate(token_ids, max_tokens=max_tokens)
     text: list[str] = []
     with contextlib.ExitStack() as bar:
-        show = bar.enter_context(progress.tokens_bar("reading the prompt", len(token_ids)))
+        show = bar.enter_context(
+            progress.counting_bar("reading the prompt", len(token_ids), "tokens")
+        )
         async for event in generation:
             if isinstance(event, PrefillProgress):
                 show(event.tokens_done)

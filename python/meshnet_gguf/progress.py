@@ -1,7 +1,7 @@
 """Progress for people, on stderr, so that stdout stays a program's result.
 
 A terminal gets bars that appear only for what takes longer than a moment; anything else (a log, a
-pipe) gets one line at the start of each such thing.
+pipe) gets a line once such a thing has taken a moment, and how far it is now and then.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 import rich.console
 import rich.progress
 
-__all__ = ["bytes_bar", "growing_bar", "say", "tokens_bar", "working"]
+__all__ = ["bytes_bar", "counting_bar", "growing_bar", "say", "working"]
 
 _PATIENCE_SECONDS = 0.5
+_LINE_SECONDS = 10.0
 
 
 def _console() -> rich.console.Console:
@@ -43,11 +44,9 @@ def growing_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def tokens_bar(what: str, total_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a number of tokens; the function given takes how many there are by now."""
-    with _bar(
-        what, total_tokens, f"{total_tokens} tokens", [rich.progress.MofNCompleteColumn()]
-    ) as show:
+def counting_bar(what: str, total: int, of: str) -> Iterator[Callable[[int], None]]:
+    """A bar for a number `of` tokens, say; the function given takes how many there are by now."""
+    with _bar(what, total, f"{total} {of}", [rich.progress.MofNCompleteColumn()]) as show:
         yield show
 
 
@@ -57,16 +56,17 @@ def _bar(
 ) -> Iterator[Callable[[int], None]]:
     console = _console()
     if not console.is_terminal:
-        started = time.monotonic()
-        said = False
+        due = time.monotonic() + _PATIENCE_SECONDS + _LINE_SECONDS
 
-        def show_line(_: int) -> None:
-            nonlocal said
-            if not said and time.monotonic() - started > _PATIENCE_SECONDS:
-                said = True
-                say(f"{what} ({total_text}) ...")
+        def show_line(done: int) -> None:
+            nonlocal due
+            now = time.monotonic()
+            if now >= due:
+                due = now + _LINE_SECONDS
+                say(f"{what} ({total_text}): {min(done, total) / max(total, 1):.0%}")
 
-        yield show_line
+        with _a_line_soon(f"{what} ({total_text}) ..."):
+            yield show_line
         return
     with rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
@@ -81,6 +81,22 @@ def _bar(
             bar.update(task, completed=min(done, total))
 
         yield show_bar
+
+
+@contextlib.contextmanager
+def _a_line_soon(line: str) -> Iterator[None]:
+    """Says it if the block takes longer than a moment."""
+    if not _PATIENCE_SECONDS:
+        say(line)
+        yield
+        return
+    timer = threading.Timer(_PATIENCE_SECONDS, say, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -102,13 +118,8 @@ def working(what: str) -> Iterator[None]:
     """A spinner with the seconds gone by, for work of unknown length."""
     console = _console()
     if not console.is_terminal:
-        timer = threading.Timer(_PATIENCE_SECONDS, say, (f"{what} ...",))
-        timer.daemon = True
-        timer.start()
-        try:
+        with _a_line_soon(f"{what} ..."):
             yield
-        finally:
-            timer.cancel()
         return
     with rich.progress.Progress(
         rich.progress.SpinnerColumn(),

@@ -13,7 +13,7 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,6 +36,11 @@ class Load:
     prompt_tokens: int = 128
     tokens: int = 64
     repeats: int = 3
+
+    @property
+    def measurements(self) -> int:
+        """How many there are with the first, which is not counted."""
+        return self.repeats + 1
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,28 @@ class _Sample:
     last_s: float
 
 
+def _nobody(_: int) -> None:
+    """Nobody looks how far it is."""
+
+
 def prompt_text(tokens: int) -> str:
     """Words that make about so many tokens, and begin as no other's do."""
     words = _WORDS.split()
     return " ".join([secrets.token_hex(3), *(words[n % len(words)] for n in range(tokens))])
 
 
-def measure_server(http: httpx.Client, url: str, model: str, load: Load) -> Speed:
-    """Over HTTP, streamed. Raises MeshnetError; httpx.HTTPError when the server is away."""
-    return _summary([_ask(http, url, model, load) for _ in range(load.repeats + 1)][1:])
+def measure_server(
+    http: httpx.Client, url: str, model: str, load: Load, show: Callable[[int], None] = _nobody
+) -> Speed:
+    """Over HTTP, streamed; `show` is told of every measurement, the one to warm up included.
+
+    Raises MeshnetError; httpx.HTTPError when the server is away.
+    """
+    samples = []
+    for number in range(load.measurements):
+        samples.append(_ask(http, url, model, load))
+        show(number + 1)
+    return _summary(samples[1:])
 
 
 def _ask(http: httpx.Client, url: str, model: str, load: Load) -> _Sample:
@@ -123,9 +141,13 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-async def measure_route(route: Route, load: Load) -> Speed:
-    """Of sessions on workers, without a gateway. Raises MeshnetError."""
-    return _summary([await _generate(route, load) for _ in range(load.repeats + 1)][1:])
+async def measure_route(route: Route, load: Load, show: Callable[[int], None] = _nobody) -> Speed:
+    """Of sessions on workers, without a gateway; `show` as above. Raises MeshnetError."""
+    samples = []
+    for number in range(load.measurements):
+        samples.append(await _generate(route, load))
+        show(number + 1)
+    return _summary(samples[1:])
 
 
 async def _generate(route: Route, load: Load) -> _Sample:

@@ -19,7 +19,9 @@ from meshnet_gguf.cli import output
 from meshnet_gguf.gateway.admission import KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKeys
 
-__all__ = ["run"]
+__all__ = ["ACTIONS", "run"]
+
+ACTIONS = {"add": 3, "list": 2, "remove": 3}  # with so many arguments, itself included
 
 _ACTIVE = flags.DEFINE_integer(
     "max_active", 0, "Answers at once with this key, 0 = no limit.", lower_bound=0
@@ -27,12 +29,11 @@ _ACTIVE = flags.DEFINE_integer(
 _PER_MINUTE = flags.DEFINE_integer(
     "requests_per_minute", 0, "Requests a minute with this key, 0 = no limit.", lower_bound=0
 )
-_NEEDED = {"add": 3, "list": 2, "remove": 3}
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
-    if not arguments or _NEEDED.get(arguments[0]) != len(arguments):
+    if not arguments or ACTIONS.get(arguments[0]) != len(arguments):
         raise app.UsageError(
             f"expected add FILE NAME, list FILE or remove FILE NAME, got {' '.join(arguments)!r}"
         )

@@ -14,6 +14,7 @@ and of the answer; the median of a few, and what they lie between.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -93,8 +94,9 @@ def _server(url: str, load: Load) -> tuple[str, Speed]:
         if not models:
             raise MeshnetError(errors_pb2.REASON_NOT_SERVED, f"{url} serves no model")
         model = str(models[0]["id"])
-        with progress.working(f"measuring {model} at {url}"):
-            return f"{model} at {url}", measure_server(http, url, model, load)
+        name = f"{model} at {url}"
+        with progress.counting_bar(f"measuring {name}", load.measurements, "times") as show:
+            return name, measure_server(http, url, model, load, show)
 
 
 async def _model(model: str, stages: int, load: Load) -> tuple[str, Speed]:
@@ -109,9 +111,12 @@ async def _model(model: str, stages: int, load: Load) -> tuple[str, Speed]:
     flags_of_worker = tuple(f"--{name}={value}" for name, value in plan.worker_flags.items())
     specs = [WorkerSpec(layers, files.path, flags_of_worker) for layers in plan.ranges]
     name = f"{files.name}, {stages} stage{'' if stages == 1 else 's'}"
-    with progress.working(f"measuring {name}"):
-        async with LocalCluster(specs) as cluster, await open_route(cluster.endpoints) as route:
-            return name, await measure_route(route, load)
+    async with contextlib.AsyncExitStack() as stack:
+        with progress.working(f"starting {name}"):
+            cluster = await stack.enter_async_context(LocalCluster(specs))
+            route = await stack.enter_async_context(await open_route(cluster.endpoints))
+        with progress.counting_bar(f"measuring {name}", load.measurements, "times") as show:
+            return name, await measure_route(route, load, show)
 
 
 def _show(found: dict[str, Speed]) -> None:

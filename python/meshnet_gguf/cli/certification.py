@@ -41,7 +41,9 @@ from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder
 from proto.meshnet.control.v1 import tracker_pb2, tracker_pb2_grpc
 
-__all__ = ["FLAG_MODULES", "run"]
+__all__ = ["ACTIONS", "FLAG_MODULES", "run"]
+
+ACTIONS = ("show", "import", "check")
 
 FLAG_MODULES = (security_flags.__name__,)
 
@@ -69,7 +71,7 @@ _TIMEOUT_SECONDS = 30.0
 def run(arguments: Sequence[str]) -> int:
     """The command."""
     actions = {"show": _show, "import": _import}
-    if len(arguments) < 2 or arguments[0] not in (*actions, "check"):
+    if len(arguments) < 2 or arguments[0] not in ACTIONS:
         raise app.UsageError(
             f"expected show, import or check with FILE..., got {' '.join(arguments)!r}"
         )

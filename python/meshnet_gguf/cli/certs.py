@@ -26,7 +26,10 @@ from meshnet_gguf.cli import output
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["ACTIONS", "run"]
+
+# With so many arguments, itself included.
+ACTIONS = {"init": 2, "issue": 3, "rotate": 2, "retire": 2, "show": 2}
 
 _HOST = flags.DEFINE_multi_string(
     "host", [], "Name by which others dial a program; issue: DNS or IP; repeatable."
@@ -37,12 +40,11 @@ _DAYS = flags.DEFINE_integer(
     "Days of life of what is made; unless set, 3650 for an authority and 90 for a certificate.",
     lower_bound=1,
 )
-_COUNTS = {"init": 2, "issue": 3, "rotate": 2, "retire": 2, "show": 2}
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
-    if not arguments or _COUNTS.get(arguments[0]) != len(arguments):
+    if not arguments or ACTIONS.get(arguments[0]) != len(arguments):
         raise app.UsageError(
             "expected init FOLDER, issue FOLDER NAME, rotate FOLDER, retire FOLDER or show FILE, "
             f"got {' '.join(arguments)!r}"

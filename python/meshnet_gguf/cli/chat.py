@@ -6,7 +6,8 @@
 
 MODEL is the server's first one when it is left away. On a terminal it goes on until the end of
 input (Ctrl-D), and remembers the conversation; Ctrl-C ends an answer. A question on stdin is
-answered once. The key comes from $OPENAI_API_KEY or --api-key-file.
+answered once. With --json every answer is one object. The key comes from $OPENAI_API_KEY or
+--api-key-file.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ def run(arguments: Sequence[str]) -> int:
             _converse(http, model, messages)
         else:
             messages.append({"role": "user", "content": sys.stdin.read().strip()})
-            text = _answer(http, model, messages, show=not output.wants_json())
-            if output.wants_json():
-                output.print_json({"model": model, "text": text})
+            _answer(http, model, messages)
     return 0
 
 
@@ -59,17 +58,17 @@ def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) ->
     sys.stderr.write(f"{model} at {gateway_flags.url()}; end with Ctrl-D\n")
     while True:
         try:
-            question = input("> ")
+            question = _question()
         except EOFError:
-            sys.stdout.write("\n")
+            sys.stderr.write("\n")
             return
         if not question.strip():
             continue
         messages.append({"role": "user", "content": question})
         try:
-            text = _answer(http, model, messages, show=True)
+            text = _answer(http, model, messages)
         except KeyboardInterrupt:
-            sys.stdout.write("\n")
+            sys.stderr.write("\n")
             messages.pop()
             continue
         except MeshnetError as error:
@@ -77,6 +76,15 @@ def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) ->
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})
+
+
+def _question() -> str:
+    if not output.wants_json():
+        return input("> ")
+    # Stdout is for answers.
+    sys.stderr.write("> ")
+    sys.stderr.flush()
+    return input()
 
 
 def _first_model(http: httpx.Client) -> str:
@@ -90,9 +98,9 @@ def _first_model(http: httpx.Client) -> str:
     return str(models[0]["id"])
 
 
-def _answer(
-    http: httpx.Client, model: str, messages: Sequence[dict[str, str]], *, show: bool
-) -> str:
+def _answer(http: httpx.Client, model: str, messages: Sequence[dict[str, str]]) -> str:
+    """Shows an answer, piece by piece or with --json as a whole."""
+    show = not output.wants_json()
     body: dict[str, Any] = {
         "model": model,
         "messages": list(messages),
@@ -122,6 +130,8 @@ def _answer(
                 sys.stdout.flush()
     if show:
         sys.stdout.write("\n")
+    else:
+        output.print_json({"model": model, "text": "".join(parts)})
     return "".join(parts)
 
 

@@ -138,12 +138,16 @@ class Flag:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: a line on it, its docstring, and its flags, the common ones last."""
+    """A command: a line on it, its docstring, and its flags, the common ones last.
+
+    `actions` are what its first argument may be, where that is one of a few words.
+    """
 
     name: str
     summary: str
     text: str
     flags: tuple[Flag, ...]
+    actions: tuple[str, ...] = ()
 
 
 def load(name: str) -> ModuleType:
@@ -163,7 +167,13 @@ def describe(name: str) -> Command:
         _SEEN[output.__name__] = [
             _flag(flag) for flag in flags.FLAGS.get_flags_for_module(output.__name__)
         ]
-    return Command(name, COMMANDS[name][1], module.__doc__ or "", (*found, *_SEEN[output.__name__]))
+    return Command(
+        name,
+        COMMANDS[name][1],
+        module.__doc__ or "",
+        (*found, *_SEEN[output.__name__]),
+        tuple(getattr(module, "ACTIONS", ())),
+    )
 
 
 def _take(module: str) -> list[Flag]:

@@ -15,7 +15,9 @@ from absl import app
 from meshnet_gguf.cli import output
 from meshnet_gguf.cli.commands import COMMANDS, Command, Flag, describe
 
-__all__ = ["bash_completion", "run", "zsh_completion"]
+__all__ = ["ACTIONS", "bash_completion", "run", "zsh_completion"]
+
+ACTIONS = ("bash", "zsh")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,13 +29,19 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def bash_completion() -> str:
-    """For bash: commands, flags, the values of those that have a few, and files."""
+    """For bash: commands, their actions, flags, the values of those that have a few, and files."""
     cases = []
     for command in map(describe, COMMANDS):
         words = " ".join(
             f"--{flag.name}{'=' if flag.takes_value else ''}" for flag in command.flags
         )
         cases.append(f"    {command.name}) words='{words} --help' ;;")
+    actions = [
+        f"      {command.name}) COMPREPLY=($(compgen -W '{' '.join(command.actions)}' "
+        '-- "$current")); return ;;'
+        for command in map(describe, COMMANDS)
+        if command.actions
+    ]
     values = {
         flag.name: flag.choices
         for command in map(describe, COMMANDS)
@@ -53,6 +61,11 @@ def bash_completion() -> str:
             "  if ((COMP_CWORD == 1)); then",
             f"    COMPREPLY=($(compgen -W '{' '.join(COMMANDS)} --help' -- \"$current\"))",
             "    return",
+            "  fi",
+            '  if ((COMP_CWORD == 2)) && [[ "$current" != -* ]]; then',
+            '    case "${COMP_WORDS[1]}" in',
+            *actions,
+            "    esac",
             "  fi",
             "  # bash takes the = of a flag for a word of its own.",
             '  if [[ "$current" == = ]]; then',
@@ -83,7 +96,7 @@ def bash_completion() -> str:
 
 
 def zsh_completion() -> str:
-    """For zsh: commands and flags with what they are for, values, and files."""
+    """For zsh: commands and flags with what they are for, actions, values, and files."""
     named = [f"    {_quoted(f'{name}:{summary}')}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [
@@ -112,6 +125,8 @@ def zsh_completion() -> str:
 
 def _zsh_case(command: Command) -> list[str]:
     specs = [f"        {_quoted(_zsh_flag(flag))} \\" for flag in command.flags]
+    if command.actions:
+        specs.append(f"        '1:action:({' '.join(command.actions)})' \\")
     return [f"    {command.name})", "      _arguments \\", *specs, "        '*:file:_files' ;;"]
 
 

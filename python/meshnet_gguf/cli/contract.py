@@ -32,7 +32,9 @@ from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.performance_contract import Outcome, PerformanceContract
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["run"]
+__all__ = ["ACTIONS", "run"]
+
+ACTIONS = ("check", "lock", "approve", "evaluate")
 
 _KEY = flags.DEFINE_string("key", None, "PEM file of the private key that signs; the approval.")
 _BY = flags.DEFINE_string("by", "", "Name of the person who approves.")
@@ -45,11 +47,11 @@ _NOT_PASSED = 3
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
-    actions = {"check": _check, "lock": _lock, "approve": _approve, "evaluate": _evaluate}
-    if not arguments or arguments[0] not in actions:
-        raise app.UsageError(f"expected one of {', '.join(actions)}, got {' '.join(arguments)!r}")
+    if not arguments or arguments[0] not in ACTIONS:
+        raise app.UsageError(f"expected one of {', '.join(ACTIONS)}, got {' '.join(arguments)!r}")
+    run_of = dict(zip(ACTIONS, (_check, _lock, _approve, _evaluate), strict=True))
     with output.control_errors():
-        return actions[arguments[0]](arguments[1:])
+        return run_of[arguments[0]](arguments[1:])
 
 
 def _trusted() -> TrustedKeys:

@@ -17,12 +17,14 @@ from meshnet.signing import SigningKey, TrustedKeys
 
 from meshnet_gguf.cli import output
 
-__all__ = ["run"]
+__all__ = ["ACTIONS", "run"]
+
+ACTIONS = ("make", "show")
 
 
 def run(arguments: Sequence[str]) -> int:
     """The command."""
-    if len(arguments) != 2 or arguments[0] not in ("make", "show"):
+    if len(arguments) != 2 or arguments[0] not in ACTIONS:
         raise app.UsageError(f"expected make FILE or show FILE, got {' '.join(arguments)!r}")
     path = output.given_path(arguments[1])
     with output.control_errors():

@@ -11,9 +11,9 @@ Flags may also stand in the environment (MESHNET_SERVE_LISTEN, MESHNET_LISTEN) a
 file, see docs/reference.md; what is on the command line counts before both.
 
 A command is a module with a docstring that opens with a line on what it does and holds an example,
-its own absl flags (and those of the modules in its FLAG_MODULES), and `run(arguments) -> exit
-code`, where `arguments` are those that are no flags. It may raise MeshnetError and app.UsageError;
-`output.wants_json()` tells how to answer.
+its own absl flags (and those of the modules in its FLAG_MODULES), ACTIONS if its first argument is
+one of a few words, and `run(arguments) -> exit code`, where `arguments` are those that are no
+flags. It may raise MeshnetError and app.UsageError; `output.wants_json()` tells how to answer.
 """
 
 from __future__ import annotations

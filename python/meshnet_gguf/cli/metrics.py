@@ -3,7 +3,8 @@
     meshnet metrics 127.0.0.1:7001 127.0.0.1:7002
     meshnet metrics 127.0.0.1:7001 127.0.0.1:7002 --listen=127.0.0.1:9102
 
-With --listen it serves /metrics until SIGINT or SIGTERM, and says on stderr where. A node does this
+With --listen it serves /metrics until SIGINT or SIGTERM, and says on stderr where, with --json on
+stdout too. A node does this
 for its workers; this is for workers without one. docs/metrics.md lists the names.
 """
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 
 import prometheus_client
 from absl import app, flags
 from meshnet.errors import ControlError
-from meshnet.program import end_on_signals, log
+from meshnet.program import end_on_signals, log_listening
 from meshnet.telemetry import serve_metrics
 from prometheus_client.metrics_core import Metric
 
@@ -52,7 +54,7 @@ async def _show(endpoints: Sequence[str]) -> None:
             answers = await asyncio.gather(*(worker.metrics() for worker in workers.values()))
     found = dict(zip(workers, answers, strict=True))
     if output.wants_json():
-        output.print_json({name: vars(metrics) for name, metrics in found.items()})
+        output.print_json({name: dataclasses.asdict(said) for name, said in found.items()})
         return
     sys.stdout.write(prometheus_client.generate_latest(_Once(families(found))).decode())
 
@@ -65,7 +67,7 @@ async def _serve(endpoints: Sequence[str]) -> None:
         registry.register(WorkerMetrics(lambda: workers))
         with serve_metrics(registry, _LISTEN.value, security_flags.security()) as port:
             address = f"{_LISTEN.value.rpartition(':')[0]}:{port}"
-            log("listening", address=address, metrics_port=port)
+            log_listening(output.serving, address=address, metrics_port=port)
             await ended.wait()
 
 

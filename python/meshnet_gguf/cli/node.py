@@ -5,8 +5,9 @@
     meshnet node --config node.yaml --check
 
 Runs until SIGTERM or SIGINT: then the worker is withdrawn, its sessions may finish, and it ends.
-The log goes to stderr, with --json as one JSON object a line. Exit code 1 with the reason when the
-worker is not what the configuration says, which no restart would mend.
+The log goes to stderr, with --json as one JSON object a line; what it serves then goes to stdout
+once it is registered. Exit code 1 with the reason when the worker is not what the configuration
+says, which no restart would mend.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError("expected --config FILE")
     config = load_config(output.given_path(_CONFIG.value))
     if _CHECK.value:
-        _log("configuration_valid", node_id=config.node_id)
+        if output.wants_json():
+            output.print_json({"node": config.node_id, "valid": True})
+        else:
+            _log("configuration_valid", node_id=config.node_id)
         return 0
     with output.control_errors():
         asyncio.run(_serve(config))
@@ -50,7 +54,21 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(config: NodeConfig) -> None:
-    await Node(config, _log).run(end_on_signals())
+    said = False
+
+    def tell(event: str, **fields: object) -> None:
+        nonlocal said
+        _log(event, **fields)
+        if event == "registered" and not said:
+            said = True
+            output.serving(
+                node=config.node_id,
+                worker=fields["endpoint"],
+                layers=fields["layers"],
+                fingerprint=fields["fingerprint"],
+            )
+
+    await Node(config, tell).run(end_on_signals())
     _log("ended")
 
 

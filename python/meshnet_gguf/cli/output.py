@@ -16,7 +16,15 @@ from meshnet.errors import ControlError
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["control_errors", "error", "given_path", "print_file", "print_json", "wants_json"]
+__all__ = [
+    "control_errors",
+    "error",
+    "given_path",
+    "print_file",
+    "print_json",
+    "serving",
+    "wants_json",
+]
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object and nothing else on stdout.")
 
@@ -29,6 +37,14 @@ def wants_json() -> bool:
 def print_json(value: Any) -> None:
     """The command's one answer."""
     sys.stdout.write(json.dumps(value) + "\n")
+    # Who serves on after it is waited for.
+    sys.stdout.flush()
+
+
+def serving(**said: Any) -> None:
+    """What one that serves until a signal says once it does; people read it in its log."""
+    if wants_json():
+        print_json(said)
 
 
 def print_file(text: str) -> int:

@@ -3,7 +3,8 @@
     meshnet relay --listen 127.0.0.1:7200
     meshnet relay --listen 0.0.0.0:7200 --tls-cert me.pem --tls-key me.key --tls-ca fleet.pem
 
-Runs until SIGTERM or SIGINT; the log goes to stderr, one JSON object a line.
+Runs until SIGTERM or SIGINT; the log goes to stderr, one JSON object a line, and with --json the
+address to stdout once it serves.
 """
 
 from __future__ import annotations
@@ -26,5 +27,5 @@ def run(arguments: Sequence[str]) -> int:
     if arguments:
         raise app.UsageError(f"expected flags only, got {arguments[0]!r}")
     with output.control_errors():
-        asyncio.run(relay_server.run(relay_server.settings_from_flags()))
+        asyncio.run(relay_server.run(relay_server.settings_from_flags(), output.serving))
     return 0

@@ -271,8 +271,9 @@ async def _running_workers(model: str, endpoints: Sequence[str]) -> AsyncIterato
         security=mesh_flags.security(),
     )
     async with contextlib.aclosing(source):
-        async with source.open() as opened:
-            slots = min(c.max_sessions for c in opened.route.capabilities)
+        with progress.working("asking the workers"):
+            async with source.open() as opened:
+                slots = min(c.max_sessions for c in opened.route.capabilities)
         yield _Mesh(
             model, source, tuple(endpoints), min(slots, machine_flags.SESSIONS.value or slots)
         )

@@ -20,26 +20,13 @@ from meshnet_gguf.certify import (
     stale,
 )
 from meshnet_gguf.errors import MeshnetError
-from meshnet_gguf.models import pinned_models
 from meshnet_gguf.performance_contract import PerformanceContract
 from meshnet_gguf.protocol import recipe_fingerprint
 from meshnet_gguf.recipe import mixture_of
-from meshnet_gguf.testing.lane_contract import write_lane_contract
+from meshnet_gguf.testing.lane_contract import RECIPE, record_that_certifies, write_lane_contract
 
 APPROVER, CERTIFIER = SigningKey.generate(), SigningKey.generate()
 TRUSTED = APPROVER.trust()
-RECIPE = {
-    "accelerator": "NVIDIA H200",
-    "accelerator_driver": "580.65.06 CUDA 13000",
-    "backend": "cuda",
-    "boundary_schema": "dense.residual/1",
-    "build_options": "gcc 12.2.0 -O3",
-    "kv_layout": "slot",
-    "kv_type": "f16",
-    "llama_cpp_commit": "7fe450e1",
-    "llama_cpp_patches_sha256": "a" * 64,
-    "prefill_chunk": "256",
-}
 
 
 @pytest.fixture(name="contract")
@@ -47,43 +34,8 @@ def approved_contract(tmp_path: pathlib.Path) -> PerformanceContract:
     return write_lane_contract(tmp_path, APPROVER)
 
 
-def sample(contract: PerformanceContract) -> dict[str, Any]:
-    """A record that certifies."""
-    worker = {
-        "engine": "llama",
-        "evidence": "DARK",
-        "artifact_sha256": pinned_models()["smollm2"].sha256,
-        "recipe": RECIPE,
-        "recipe_fingerprint": "f" * 64,
-    }
-    row = {
-        "identical": True,
-        "ttft_ms": 50.0,
-        "last_ms_per_token": 10.0,
-        "whole_ms_per_token": 9.0,
-        "whole_ttft_ms": 40.0,
-    }
-    run = {
-        "workers": [worker, dict(worker)],
-        "rows": [row, dict(row)],
-        "sessions": {"together": 4, "tokens": 8, "identical": True},
-        "cancellations": [{"cancel_ms": 1.0, "release_ms": 1.0}] * 3,
-        "left_behind": [{"open_sessions": 0, "kv_bytes": 0, "queued_steps": 0}] * 2,
-    }
-    return {
-        "schema": "meshnet.certify/1",
-        "begun_at": "2026-02-01T00:00:00+00:00",
-        "model_id": "smollm2",
-        "fingerprint": "f" * 64,
-        "recipe": RECIPE,
-        "contract": {"name": "lane", "version": 1, "sha256": contract.sha256},
-        "machine": {"cpu": "x"},
-        "runs": [run],
-    }
-
-
 def test_what_holds_everything_is_signed_and_believed(contract: PerformanceContract) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     assert refusals(record, contract, TRUSTED) == []
     signed = certify(record, contract, TRUSTED, CERTIFIER, issued_ms=5)
     assert signed.lane == Lane("smollm2", "f" * 64)
@@ -148,23 +100,23 @@ def expect_dark(
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_one_thing_amiss_and_nothing_is_signed(what: str, contract: PerformanceContract) -> None:
-    expect_dark(sample(contract), contract, *SPOILED[what])
+    expect_dark(record_that_certifies(contract), contract, *SPOILED[what])
 
 
 def test_without_an_approval_that_is_trusted_nothing_certifies(
     contract: PerformanceContract, tmp_path: pathlib.Path
 ) -> None:
     nobody = "speed contract: no trusted person has approved lane.v1"
-    assert nobody in refusals(sample(contract), contract, TrustedKeys({}))
+    assert nobody in refusals(record_that_certifies(contract), contract, TrustedKeys({}))
     folder = tmp_path / "unapproved"
     folder.mkdir()
     unapproved = write_lane_contract(folder, None)
     assert unapproved.sha256 == contract.sha256
-    assert nobody in refusals(sample(unapproved), unapproved, TRUSTED)
+    assert nobody in refusals(record_that_certifies(unapproved), unapproved, TRUSTED)
 
 
 def test_a_record_of_other_thresholds_is_refused(contract: PerformanceContract) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     record["contract"]["sha256"] = "0" * 64
     with pytest.raises(MeshnetError, match="expected results under lane"):
         refusals(record, contract, TRUSTED)
@@ -174,7 +126,7 @@ def test_a_record_of_other_thresholds_is_refused(contract: PerformanceContract) 
 def test_a_record_with_something_missing_is_refused(
     missing: str, contract: PerformanceContract
 ) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     del record[missing]
     if missing == "recipe":
         assert refusals(record, contract, TRUSTED) == []  # that of the workers is what counts
@@ -199,7 +151,7 @@ CHANGES = {
 def test_each_kind_of_change_ends_a_certification_and_is_named(
     contract: PerformanceContract,
 ) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     assert stale(record, [RECIPE], contract) == []
     assert set(CHANGES) == {*BINDINGS, "recipe"}
     for kind, (field, value) in CHANGES.items():
@@ -210,7 +162,7 @@ def test_each_kind_of_change_ends_a_certification_and_is_named(
 
 
 def test_a_field_that_comes_or_goes_is_a_change(contract: PerformanceContract) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     without = {name: value for name, value in RECIPE.items() if name != "kv_layout"}
     assert [(c.kind, c.now) for c in stale(record, [without], contract)] == [("cache layout", None)]
     more = RECIPE | {"mtp": "on"}
@@ -218,7 +170,7 @@ def test_a_field_that_comes_or_goes_is_a_change(contract: PerformanceContract) -
 
 
 def test_other_thresholds_end_a_certification(contract: PerformanceContract) -> None:
-    record = sample(contract)
+    record = record_that_certifies(contract)
     record["contract"]["sha256"] = "0" * 64
     (change,) = stale(record, [RECIPE], contract)
     assert (change.kind, change.before, change.now) == ("thresholds", "0" * 64, contract.sha256)
@@ -238,7 +190,7 @@ def test_a_record_comes_back_as_it_was_signed(
     contract: PerformanceContract, tmp_path: pathlib.Path
 ) -> None:
     file = tmp_path / "record.json"
-    file.write_bytes(encode(sample(contract)))
+    file.write_bytes(encode(record_that_certifies(contract)))
     assert encode(read_record(file)) == file.read_bytes()
     assert json.loads(file.read_bytes())["schema"] == "meshnet.certify/1"
 
@@ -257,7 +209,7 @@ def mixed_sample(terms: PerformanceContract) -> dict[str, Any]:
     """A record of a mixture, the CPU's lane before the GPU's, that certifies."""
     mixture = mixture_of(CPU, RECIPE)
     assert mixture is not None
-    record = sample(terms)
+    record = record_that_certifies(terms)
     del record["fingerprint"], record["recipe"]
     (run,) = record["runs"]
     for worker, recipe in zip(run["workers"], (CPU, RECIPE), strict=True):

@@ -1,16 +1,17 @@
 """All commands: help, flags, settings, completion, reference pages."""
 
-import contextlib
+import asyncio
 import json
 import os
 import pathlib
 import re
 import shlex
-import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from meshnet.certification import Lane, issue
 from meshnet.errors import Reason
 from meshnet.signing import SigningKey
@@ -19,18 +20,20 @@ from meshnet_gguf.cli.commands import COMMANDS, describe
 from meshnet_gguf.cli.completion import bash_completion, zsh_completion
 from meshnet_gguf.cures import CONTROL_CURES, CURES
 from meshnet_gguf.errors import reason_name
+from meshnet_gguf.testing.commands import Commands, Done
 
 from proto.meshnet.shard.v1 import errors_pb2
 
 MESHNET = os.environ["MESHNET"]
 DOCS = pathlib.Path(os.environ["DOCS"])
+TINY = pathlib.Path(os.environ["FIXTURE_TINY"])
+for_all = pytest.mark.asyncio(loop_scope="module")
 
 
-def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [MESHNET, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def commands() -> AsyncIterator[Commands]:
+    async with Commands() as running:
+        yield running
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -51,14 +54,22 @@ def test_a_flag_means_the_same_everywhere() -> None:
     assert not {"settings", "storage", "cache"} & set(meanings)
 
 
-def test_help_is_what_the_reference_says() -> None:
-    code, out, _ = run("chat", "--help")
-    assert code == 0
-    for flag in describe("chat").flags:
-        assert f"--{flag.name}" in out
-        assert flag.help in out
-    assert run("chat", "--no-such-flag")[0] == 2
-    assert run("no-such-command")[0] == 2
+def test_the_program_is_there() -> None:
+    done = subprocess.run([MESHNET, "--help"], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+@for_all
+async def test_help_is_what_the_reference_says(commands: Commands) -> None:
+    helps = await asyncio.gather(*(commands.run(name, "--help") for name in COMMANDS))
+    for name, done in zip(COMMANDS, helps, strict=True):
+        assert (done.code, done.err) == (0, "")
+        command = describe(name)
+        assert command.text in done.out
+        for flag in command.flags:
+            assert f"--{flag.name}" in done.out
+            assert flag.help in done.out
+    assert (await commands.run("no-such-command")).code == 2
 
 
 @pytest.mark.parametrize(
@@ -80,32 +91,39 @@ def test_every_reason_has_a_cure() -> None:
 # ---- Settings ----
 
 
-def url_that_chat_dials(*arguments: str, **environment: str) -> str:
+async def url_that_chat_dials(commands: Commands, *arguments: str, **environment: str) -> str:
     """Nobody listens on these ports: the refusal names the address."""
-    code, _, err = run("chat", *arguments, **environment)
-    assert code == 1, err
-    return err.partition("no answer from ")[2].partition(" ")[0]
+    done = await commands.run("chat", *arguments, **environment)
+    assert done.code == 1, done
+    return done.err.partition("no answer from ")[2].partition(" ")[0]
 
 
-def test_flags_before_environment_before_file(tmp_path: pathlib.Path) -> None:
+@for_all
+async def test_flags_before_environment_before_file(
+    commands: Commands, tmp_path: pathlib.Path
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("all: {url: 'http://127.0.0.1:1/all', json: true}\n")
     settings = {"MESHNET_SETTINGS": str(file)}
-    assert url_that_chat_dials(**settings) == "http://127.0.0.1:1/all"
+    assert await url_that_chat_dials(commands, **settings) == "http://127.0.0.1:1/all"
     file.write_text("all: {url: 'http://127.0.0.1:1/all'}\nchat: {url: 'http://127.0.0.1:1/own'}\n")
-    assert url_that_chat_dials(**settings) == "http://127.0.0.1:1/own"
+    assert await url_that_chat_dials(commands, **settings) == "http://127.0.0.1:1/own"
     settings["MESHNET_URL"] = "http://127.0.0.1:1/env"
-    assert url_that_chat_dials(**settings) == "http://127.0.0.1:1/env"
+    assert await url_that_chat_dials(commands, **settings) == "http://127.0.0.1:1/env"
     settings["MESHNET_CHAT_URL"] = "http://127.0.0.1:1/chat"
-    assert url_that_chat_dials(**settings) == "http://127.0.0.1:1/chat"
+    assert await url_that_chat_dials(commands, **settings) == "http://127.0.0.1:1/chat"
     flag = "--url=http://127.0.0.1:1/flag"
-    assert url_that_chat_dials(flag, **settings) == "http://127.0.0.1:1/flag"
+    assert await url_that_chat_dials(commands, flag, **settings) == "http://127.0.0.1:1/flag"
 
 
-def test_the_file_of_the_home_folder(tmp_path: pathlib.Path) -> None:
+@for_all
+async def test_the_file_of_the_home_folder(commands: Commands, tmp_path: pathlib.Path) -> None:
     (tmp_path / "meshnet").mkdir()
     (tmp_path / "meshnet" / "settings.yaml").write_text("chat: {url: 'http://127.0.0.1:1/xdg'}\n")
-    assert url_that_chat_dials(XDG_CONFIG_HOME=str(tmp_path)) == "http://127.0.0.1:1/xdg"
+    assert (
+        await url_that_chat_dials(commands, XDG_CONFIG_HOME=str(tmp_path))
+        == "http://127.0.0.1:1/xdg"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,15 +136,87 @@ def test_the_file_of_the_home_folder(tmp_path: pathlib.Path) -> None:
         ("[", "expected YAML"),
     ],
 )
-def test_settings_that_are_refused(tmp_path: pathlib.Path, text: str, place: str) -> None:
+@for_all
+async def test_settings_that_are_refused(
+    commands: Commands, tmp_path: pathlib.Path, text: str, place: str
+) -> None:
     (tmp_path / "s.yaml").write_text(text)
-    code, _, err = run("chat", MESHNET_SETTINGS=str(tmp_path / "s.yaml"))
-    assert (code, "CONFIGURATION_INVALID" in err, place in err) == (1, True, True), err
+    done = await commands.run("chat", MESHNET_SETTINGS=str(tmp_path / "s.yaml"))
+    said = ("CONFIGURATION_INVALID" in done.err, place in done.err)
+    assert (done.code, said) == (1, (True, True)), done
 
 
-def test_an_environment_that_is_refused() -> None:
-    code, _, err = run("chat", MESHNET_CHAT_TEMPERATURE="hot")
-    assert (code, "$MESHNET_CHAT_TEMPERATURE" in err) == (1, True)
+@for_all
+async def test_an_environment_that_is_refused(commands: Commands) -> None:
+    done = await commands.run("chat", MESHNET_CHAT_TEMPERATURE="hot")
+    assert (done.code, "$MESHNET_CHAT_TEMPERATURE" in done.err) == (1, True)
+
+
+# Prints for every flag of every command what it is as one place after the other sets it, each
+# before the last. A command is a process of its own: several define a flag of one name.
+PLACES = """
+import itertools, json, os, pathlib, sys
+from absl import flags
+from meshnet_gguf.cli import settings
+from meshnet_gguf.cli.commands import COMMANDS, load
+from meshnet_gguf.cli.meshnet import _flags_of
+import httpx, rich.table, meshnet_gguf.embedded_mesh, meshnet_gguf.gateway
+
+file = pathlib.Path(sys.argv[1])
+
+def values_for(flag):
+    if flag.boolean:
+        return itertools.cycle(["true", "false"])
+    if values := getattr(flag.parser, "enum_values", None):
+        return itertools.cycle(values)
+    return (f"{n}.5" if flag.flag_type() == "float" else f"{n}" for n in itertools.count(11))
+
+def found(command, name):
+    given, environment, sections = [], {"MESHNET_SETTINGS": str(file)}, {}
+    values = values_for(flags.FLAGS[name])
+    for place in range(5):
+        value, line = next(values), []
+        if place < 2:
+            sections["all" if place == 0 else command] = {name.replace("_", "-"): value}
+            file.write_text(json.dumps(sections))
+        elif place < 4:
+            own = command.upper().replace("-", "_") + "_" if place == 3 else ""
+            environment[f"MESHNET_{own}{name.upper()}"] = value
+        else:
+            line = [f"--{name}={value}"]
+        flags.FLAGS.unparse_flags()
+        settings.apply(command, [name], COMMANDS, environment)
+        flags.FLAGS(["meshnet", *line])
+        is_now = flags.FLAGS[name].value
+        is_now = ",".join(is_now) if isinstance(is_now, list) else is_now
+        given.append([value, str(is_now).lower() if flags.FLAGS[name].boolean else str(is_now)])
+    return given
+
+for command in COMMANDS:
+    if not os.fork():
+        names = _flags_of(load(command))
+        print(json.dumps([command, {name: found(command, name) for name in names}]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, command
+"""
+
+
+def test_every_flag_is_set_by_file_environment_and_command_line(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLACES, str(tmp_path / "settings.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    for name in COMMANDS:
+        flags = {flag.name.replace("-", "_") for flag in describe(name).flags}
+        assert set(found[name]) == flags
+        for flag, places in found[name].items():
+            for given, is_now in places:
+                assert given == is_now, (name, flag, places)
 
 
 # ---- Completion ----
@@ -155,6 +245,9 @@ def test_bash(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").touch()
     assert completed("meshnet", "serve", "mod") == ["model.gguf"]
     assert completed("meshnet", "serve", "--api-keys", "=", "mod") == ["model.gguf"]
+    assert completed("meshnet", "certs", "") == ["init", "issue", "rotate", "retire", "show"]
+    assert completed("meshnet", "certs", "init", "mod") == ["model.gguf"]
+    assert completed("meshnet", "certs", "--da") == ["--days="]
 
 
 def test_zsh() -> None:
@@ -165,7 +258,10 @@ def test_zsh() -> None:
         assert case[0] == "_arguments"
         specs = case[1 : case.index("*:file:_files")]
         specs = [spec for spec in specs if spec.strip()]
-        flags = describe(name).flags
+        command = describe(name)
+        flags = command.flags
+        if command.actions:
+            assert specs.pop() == f"1:action:({' '.join(command.actions)})"
         assert [s.lstrip("*").partition("[")[0] for s in specs] == [
             f"--{flag.name}{'=' * flag.takes_value}" for flag in flags
         ]
@@ -173,30 +269,6 @@ def test_zsh() -> None:
 
 
 # ---- All commands alike ----
-
-# One process that has loaded what commands have in common, and forks for each command line.
-MANY = """
-import io, json, os, sys, contextlib
-from meshnet_gguf.cli.meshnet import main
-import httpx, rich.table, meshnet_gguf.client, meshnet.tracker_client
-lines = json.load(sys.stdin)
-answers = []
-for arguments in lines:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["meshnet", *arguments])
-        with os.fdopen(writing, "w") as answer:
-            json.dump([code, out.getvalue(), err.getvalue()], answer)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        answers.append(answer.read())
-    os.waitpid(child, 0)
-print("[" + ",".join(answers) + "]")
-"""
 
 # What makes no sense to a command, and what each refuses or fails in: a new command adds a line.
 NONSENSE = {
@@ -252,37 +324,33 @@ REFUSED = {
 NEVER_REFUSED = {"completion"}
 
 
-def run_all(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", MANY],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
+async def run_all(commands: Commands, lines: list[list[str]]) -> list[Done]:
+    return await asyncio.gather(*(commands.run(*line) for line in lines))
 
 
-def test_a_command_line_that_makes_no_sense_is_exit_code_2() -> None:
+@for_all
+async def test_a_command_line_that_makes_no_sense_is_exit_code_2(commands: Commands) -> None:
     assert set(NONSENSE) == set(COMMANDS)
     lines = [[name, "--no-such-flag"] for name in COMMANDS]
     lines += [[name, *NONSENSE[name].split(), "--json"] for name in COMMANDS]
-    for line, (code, out, err) in zip(lines, run_all(lines), strict=True):
-        assert (code, out) == (2, ""), (line, err)
-        assert err.startswith(f"meshnet {line[0]}: "), line
-        assert err.endswith(f"; see `meshnet {line[0]} --help`\n"), line
+    for line, done in zip(lines, await run_all(commands, lines), strict=True):
+        assert (done.code, done.out) == (2, ""), (line, done)
+        assert done.err.startswith(f"meshnet {line[0]}: "), line
+        assert done.err.endswith(f"; see `meshnet {line[0]} --help`\n"), line
 
 
-def test_a_refusal_is_exit_code_1_and_one_json_object_with_its_reason() -> None:
+@for_all
+async def test_a_refusal_is_exit_code_1_and_one_json_object_with_its_reason(
+    commands: Commands,
+) -> None:
     assert set(REFUSED) == set(COMMANDS) - NEVER_REFUSED
     lines = [[name, *text.split(), "--json"] for name, text in REFUSED.items()]
-    for line, (code, out, err) in zip(lines, run_all(lines), strict=True):
-        assert code == 1, (line, code, err)
-        error = json.loads(out)["error"]
+    for line, done in zip(lines, await run_all(commands, lines), strict=True):
+        assert done.code == 1, (line, done)
+        error = json.loads(done.out)["error"]
         assert error["reason"] in CURES, line
         assert error["message"], line
-        assert err.splitlines()[-1].startswith(f"meshnet {line[0]}: {error['reason']}"), line
+        assert done.err.splitlines()[-1].startswith(f"meshnet {line[0]}: {error['reason']}"), line
 
 
 def test_examples_are_command_lines_that_there_are() -> None:
@@ -299,40 +367,43 @@ def test_examples_are_command_lines_that_there_are() -> None:
                 assert flag.replace("_", "-") in known, f"{name}: {other} has no --{flag}"
 
 
-def test_who_waits_for_others_says_so(tmp_path: pathlib.Path) -> None:
-    """A server that takes connections and never answers."""
+@for_all
+async def test_who_waits_for_others_says_so(commands: Commands, tmp_path: pathlib.Path) -> None:
+    """A server that takes connections and never answers, until all have come."""
     lane = Lane("m", "0" * 64)
     record = issue(SigningKey.generate(), lane, issued_ms=1, evidence_sha256="0" * 64)
     (tmp_path / "lane.records").write_bytes(record.encode() + b"\n")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        url = f"http://{address}/v1"
-        lines = {
-            f"bench {url}": f"asking {url} ...",
-            f"certification import {tmp_path}/lane.records --tracker {address}": "giving ",
-            f"chat --url {url}": f"asking {url} ...",
-            f"chat model --url {url}": "waiting for the first token ...",
-            f"doctor --tracker {address}": "asking the mesh ...",
-            f"metrics {address}": "asking the workers ...",
-            f"models --tracker {address}": "asking the mesh ...",
-            f"models --url {url}": f"asking {url} ...",
-            f"recipe {address}": "asking the workers ...",
-            f"serve --join {address}": f"asking {address} ...",
-            f"status --tracker {address}": "asking the mesh ...",
-            f"status --url {url}": "asking the mesh ...",
-        }
-        with contextlib.ExitStack() as started:
-            processes = {}
-            for line in lines:
-                processes[line] = subprocess.Popen(
-                    [MESHNET, *line.split()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                started.enter_context(processes[line])
-                started.callback(processes[line].kill)
-            for line, process in processes.items():
-                assert process.stderr is not None
-                assert process.stderr.readline().startswith(lines[line]), line
+    connected: list[asyncio.StreamWriter] = []
+    everybody = asyncio.Event()
+
+    async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.append(writer)
+        if len(connected) >= len(lines):
+            everybody.set()
+
+    silent = await asyncio.start_server(take, "127.0.0.1", 0)
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    url = f"http://{address}/v1"
+    lines = {
+        f"bench {url}": f"asking {url} ...",
+        f"certification import {tmp_path}/lane.records --tracker {address}": "giving ",
+        f"chat --url {url}": f"asking {url} ...",
+        f"chat model --url {url}": "waiting for the first token ...",
+        f"doctor --tracker {address}": "asking the mesh ...",
+        f"metrics {address}": "asking the workers ...",
+        f"models --tracker {address}": "asking the mesh ...",
+        f"models --url {url}": f"asking {url} ...",
+        f"plan {TINY} --tracker {address} --model-id m": "asking the mesh ...",
+        f"recipe {address}": "asking the workers ...",
+        f"serve --join {address}": f"asking {address} ...",
+        f"serve m --workers {address} --listen 127.0.0.1:0": "asking the workers ...",
+        f"status --tracker {address}": "asking the mesh ...",
+        f"status --url {url}": "asking the mesh ...",
+    }
+    running = asyncio.gather(*(commands.run(*line.split(), impatient=True) for line in lines))
+    await everybody.wait()
+    silent.close()
+    for writer in connected:
+        writer.close()
+    for line, done in zip(lines, await running, strict=True):
+        assert (done.code, done.err.startswith(lines[line])) == (1, True), (line, done)

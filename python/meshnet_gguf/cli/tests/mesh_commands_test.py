@@ -5,36 +5,44 @@ import json
 import os
 import pathlib
 import xml.etree.ElementTree as ET
+from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+import pytest_asyncio
+from meshnet_gguf.testing.commands import Commands
 from meshnet_gguf.testing.serve_process import serving
 
 MESHNET = os.environ["MESHNET"]
 MODEL = pathlib.Path(os.environ["DEEPSEEK4_MODEL"]).resolve()
 NAME = MODEL.stem
+COMMANDS = Commands()
+run = COMMANDS.run
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def commands() -> AsyncIterator[None]:
+    async with COMMANDS:
+        yield
 
 
 async def test_commands_around_a_mesh(tmp_path: pathlib.Path) -> None:
     """It serves the first half of a model; another process has joined with the rest."""
     places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
     async with (
-        serving(MESHNET, str(MODEL), *places, "--layers=0:4") as (mesh, _),
-        serving(MESHNET, str(MODEL), f"--join={mesh['tracker']}"),
+        serving(MESHNET, "serve", str(MODEL), *places, "--layers=0:4") as (mesh, _),
+        serving(MESHNET, "serve", str(MODEL), f"--join={mesh['tracker']}") as (joined, _),
     ):
+        assert set(mesh) == {"model", "url", "workers", "tracker", "missing", "seconds"}
+        assert (mesh["model"], mesh["missing"], len(mesh["workers"])) == (NAME, [4, 8], 1)
+        assert set(joined) == {"node", "worker", "layers", "missing", "seconds"}
+        assert (joined["layers"], joined["missing"]) == ([4, 8], [])
         await check_status(mesh)
         await check_status_goes_on(mesh)
         await check_doctor(mesh)
         await check_models(mesh)
         await check_bench(mesh, tmp_path)
-
-
-async def run(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        MESHNET, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
 
 
 async def check_status(mesh: dict[str, Any]) -> None:
@@ -138,8 +146,13 @@ async def check_bench(mesh: dict[str, Any], tmp_path: pathlib.Path) -> None:
         "--repeats=1",
         f"--svg={tmp_path}/speed.svg",
         "--json",
+        impatient=True,
     )
     assert code == 0, err
+    assert f"measuring {NAME} at {mesh['url']} (2 times) ...\n" in err
+    for stages in ("1 stage", "2 stages"):
+        assert f"starting {NAME}, {stages} ...\n" in err
+        assert f"measuring {NAME}, {stages} (2 times) ...\n" in err
     said = json.loads(out)
     assert said["machine"]["cores"] >= 1
     assert [result["target"] for result in said["results"]] == [

@@ -91,9 +91,8 @@ def test_a_node_configuration_is_checked(tmp_path: pathlib.Path) -> None:
     assert code == 0
     path = tmp_path / "node.yaml"
     path.write_text(out)
-    code, _, err = meshnet("node", "--config", path, "--check", "--json")
-    assert code == 0
-    assert json.loads(err)["event"] == "configuration_valid"
+    code, _, err = meshnet("node", "--config", path, "--check")
+    assert (code, "configuration_valid" in err) == (0, True)
     path.write_text(out.replace("tracker:", "trackers:"))
     code, out, err = meshnet("node", "--config", path, "--json")
     assert code == 1

@@ -28,7 +28,7 @@ LAYERS = 8
 
 def here(*arguments: str) -> contextlib.AbstractAsyncContextManager[Any]:
     places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
-    return serving(MESHNET, MODEL, *places, *arguments)
+    return serving(MESHNET, "serve", MODEL, *places, *arguments)
 
 
 def children(pid: int) -> set[int]:
@@ -118,7 +118,10 @@ async def test_a_machine_joins_with_the_layers_that_are_missing() -> None:
         with pytest.raises(openai.APIStatusError) as refused:
             await ask(first["url"], first["model"])
         assert refused.value.code == "NO_ROUTE"
-        async with serving(MESHNET, MODEL, f"--join={first['tracker']}") as (joined, process):
+        async with serving(MESHNET, "serve", MODEL, f"--join={first['tracker']}") as (
+            joined,
+            process,
+        ):
             assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
             await answers(http, ready, 200)
             assert await ask(first["url"], first["model"])
@@ -139,7 +142,7 @@ async def test_a_machine_that_joins_brings_slots_and_takes_them_along() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(first["url"], first["model"], choices=2)
         assert refused.value.param == "n"
-        async with serving(MESHNET, MODEL, f"--join={first['tracker']}") as (joined, _):
+        async with serving(MESHNET, "serve", MODEL, f"--join={first['tracker']}") as (joined, _):
             assert joined["layers"] == [0, LAYERS]
             while await slots(http, first["url"]) != 2:
                 await asyncio.sleep(0.05)
@@ -193,7 +196,9 @@ async def test_machines_with_certificates_that_fetch_what_they_serve(
     monkeypatch.setenv("MESHNET_STORAGE", str(tmp_path / "a"))
     places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
     async with (
-        serving(MESHNET, str(file), f"--from={source}", "--layers=0:4", *places, *flags["a"]) as (
+        serving(
+            MESHNET, "serve", str(file), f"--from={source}", "--layers=0:4", *places, *flags["a"]
+        ) as (
             first,
             _,
         ),
@@ -205,9 +210,11 @@ async def test_machines_with_certificates_that_fetch_what_they_serve(
         assert await refusal(*join, f"--from={source}") == "PEER_UNREACHABLE"
         assert await refusal(*join, f"--from={source}", *flags["c"]) == "PEER_UNREACHABLE"
         with ModelServer(source, tls=tmp_path) as server:
-            async with serving(
-                MESHNET, *join, f"--from={server.url}", f"--ca={server.ca_file}", *flags["b"]
-            ) as (joined, process):
+            fetching = (f"--from={server.url}", f"--ca={server.ca_file}")
+            async with serving(MESHNET, "serve", *join, *fetching, *flags["b"]) as (
+                joined,
+                process,
+            ):
                 assert (joined["layers"], joined["missing"]) == ([4, LAYERS], [])
                 await answers(http, first["url"].replace("/v1", "/readyz"), 200)
                 assert await ask(first["url"], "tiny")

@@ -12,25 +12,24 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from meshnet_gguf.testing.cluster import cluster_of, fake_specs
+from meshnet_gguf.testing.commands import Commands
 
 MESHNET = os.environ["MESHNET"]
 END = 60.0
 FOREVER = ("--fake_delay=3ms", "--context_tokens=100000")
 
 
-async def run(*arguments: str, stdin: str = "", **environment: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        MESHNET,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-    out, err = await process.communicate(stdin.encode())
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+COMMANDS = Commands()
+run = COMMANDS.run
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def commands() -> AsyncIterator[None]:
+    async with COMMANDS:
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -63,17 +62,36 @@ async def test_serve_answers_clients_and_ends_when_told() -> None:
         async with openai.AsyncOpenAI(base_url=said["url"], api_key="x", max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == ["fake"]
         code, out, err = await run("chat", f"--url={said['url']}", "--max-tokens=5", stdin="Hello")
-        assert (code, err) == (0, "")
+        assert code == 0, err
         assert out.endswith("\n")
         code, out, _ = await run(
             "chat", "fake", f"--url={said['url']}", "--max-tokens=5", "--json", stdin="Hello"
         )
         assert (code, json.loads(out)["model"]) == (0, "fake")
+        assert await answers_on_a_terminal(said["url"]) == ["fake", "fake"]
         code, out, err = await run("chat", "other", f"--url={said['url']}", stdin="Hello")
         assert code == 1
         assert "NOT_SERVED" in err
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+async def answers_on_a_terminal(url: str) -> list[str]:
+    """The model of each of two answers: a question on a terminal, answers as JSON to a program."""
+    ours, theirs = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(MESHNET, "chat", f"--url={url}", "--max-tokens=5", "--json"),
+        stdin=theirs,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    os.close(theirs)
+    os.write(ours, b"Hello\nAnd now?\n\x04")
+    out, _ = await process.communicate()
+    os.close(ours)
+    assert process.returncode == 0
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert all(set(answer) == {"model", "text"} for answer in answers)
+    return [answer["model"] for answer in answers]
 
 
 async def test_a_stream_that_outlives_the_server_is_told_so() -> None:
@@ -100,7 +118,7 @@ async def test_serve_with_keys(tmp_path: pathlib.Path) -> None:
         assert code == 1
         assert "UNAUTHENTICATED" in err
         code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
-        assert (code, err) == (0, "")
+        assert code == 0, err
         assert (await run("api-keys", "remove", file, "alice"))[0] == 0
         code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
         assert "UNAUTHENTICATED" in err
