@@ -78,15 +78,20 @@ _TOLD = frozenset(
         errors_pb2.REASON_CONTEXT_EXCEEDED,
         errors_pb2.REASON_FEATURE_UNSUPPORTED,
         errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
-        errors_pb2.REASON_GRAMMAR_DEAD_END,
-        errors_pb2.REASON_GRAMMAR_INVALID,
-        errors_pb2.REASON_GRAMMAR_TOO_COSTLY,
         errors_pb2.REASON_MEMORY_BUDGET_EXCEEDED,
         errors_pb2.REASON_QUEUE_FULL,
         errors_pb2.REASON_RATE_LIMITED,
         errors_pb2.REASON_SAMPLING_INVALID,
         errors_pb2.REASON_SESSIONS_EXHAUSTED,
         errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
+    }
+)
+# These quote the client, and nobody else.
+_QUOTING = frozenset(
+    {
+        errors_pb2.REASON_GRAMMAR_DEAD_END,
+        errors_pb2.REASON_GRAMMAR_INVALID,
+        errors_pb2.REASON_GRAMMAR_TOO_COSTLY,
     }
 )
 _MACHINE = re.compile(
@@ -142,7 +147,7 @@ def names_machine(message: str) -> bool:
 def words_of(error: MeshnetError) -> str:
     """What a client is told."""
     where = f" (stage [{error.stage[0]}, {error.stage[1]}))" if error.stage else ""
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError) or error.reason in _QUOTING:
         return error.message + where
     if http_status(error) >= 500:
         return _WORDS.get(error.reason, _OTHER_WORDS) + where

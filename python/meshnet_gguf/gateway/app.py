@@ -17,6 +17,7 @@ import dataclasses
 import json
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -234,7 +235,8 @@ class _Endpoint:
                 await self._failed(exchange, _ending())
             raise
         except Exception as error:
-            _LOG.exception("request %s failed", record.request_id)
+            said = self._gateway.words_of_fault(error)
+            _LOG.error("request %s failed\n%s", record.request_id, said)
             with contextlib.suppress(Exception):
                 await self._failed(exchange, _own_fault(error))
         finally:
@@ -257,6 +259,15 @@ class _Endpoint:
 def _cause(error: MeshnetError) -> str:
     # gRPC tells its errors over several lines.
     return "" if error.__cause__ is None else f" ({' '.join(str(error.__cause__).split())})"
+
+
+def _places(error: BaseException | None) -> str:
+    """Where a fault and what led to it happened. What it says is left out: it may hold a prompt."""
+    lines: list[str] = []
+    while error is not None:
+        lines[:0] = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}\n"]
+        error = error.__cause__ or error.__context__
+    return "".join(lines).rstrip()
 
 
 def _own_fault(error: Exception) -> MeshnetError:
@@ -282,6 +293,12 @@ class _Gateway:
             self.metrics.status,
             interval=options.status_seconds,
         )
+
+    def words_of_fault(self, error: Exception) -> str:
+        """What the log says of an error that is the gateway's own."""
+        if self.options.log_prompts:
+            return "".join(traceback.format_exception(error)).rstrip()
+        return _places(error)
 
     async def models(self, exchange: _Exchange) -> None:
         self._authorise(exchange)

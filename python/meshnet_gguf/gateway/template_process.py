@@ -124,6 +124,8 @@ class TemplateRenderer:
                 f"from {__name__} import serve; serve()",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                # What it says when it fails may hold a prompt, and stderr is the log.
+                stderr=asyncio.subprocess.DEVNULL,
                 env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ.get("PATH", "")},
                 # Ctrl-C is for whoever started this process; the pipe's end ends it.
                 start_new_session=True,

@@ -18,7 +18,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from types import TracebackType
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshnet.tasks import cancel
@@ -83,9 +84,9 @@ class Commands:
         *arguments: str | os.PathLike[str],
         stdin: str = "",
         impatient: bool = False,
-        **environment: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Done:
-        """Runs `meshnet ARGUMENTS` and waits for its end.
+        """Runs `meshnet ARGUMENTS`, with `environment` beside ours, and waits for its end.
 
         An `impatient` one shows its progress at once, not only after a moment.
         """
@@ -96,7 +97,7 @@ class Commands:
             "folder": str(folder),
             "arguments": [os.fspath(argument) for argument in arguments],
             "impatient": impatient,
-            "environment": environment,
+            "environment": dict(environment),
         }
         async with self._room:
             assert self._process.stdin is not None

@@ -93,7 +93,7 @@ def test_every_reason_has_a_cure() -> None:
 
 async def url_that_chat_dials(commands: Commands, *arguments: str, **environment: str) -> str:
     """Nobody listens on these ports: the refusal names the address."""
-    done = await commands.run("chat", *arguments, **environment)
+    done = await commands.run("chat", *arguments, environment=environment)
     assert done.code == 1, done
     return done.err.partition("no answer from ")[2].partition(" ")[0]
 
@@ -141,14 +141,14 @@ async def test_settings_that_are_refused(
     commands: Commands, tmp_path: pathlib.Path, text: str, place: str
 ) -> None:
     (tmp_path / "s.yaml").write_text(text)
-    done = await commands.run("chat", MESHNET_SETTINGS=str(tmp_path / "s.yaml"))
+    done = await commands.run("chat", environment={"MESHNET_SETTINGS": str(tmp_path / "s.yaml")})
     said = ("CONFIGURATION_INVALID" in done.err, place in done.err)
     assert (done.code, said) == (1, (True, True)), done
 
 
 @for_all
 async def test_an_environment_that_is_refused(commands: Commands) -> None:
-    done = await commands.run("chat", MESHNET_CHAT_TEMPERATURE="hot")
+    done = await commands.run("chat", environment={"MESHNET_CHAT_TEMPERATURE": "hot"})
     assert (done.code, "$MESHNET_CHAT_TEMPERATURE" in done.err) == (1, True)
 
 

@@ -114,13 +114,14 @@ async def test_serve_with_keys(tmp_path: pathlib.Path) -> None:
     assert code == 0
     async with served(f"--api-keys={file}") as (said, _):
         arguments = ("chat", f"--url={said['url']}", "--max-tokens=2")
+        with_key = {"OPENAI_API_KEY": key.strip()}
         code, _, err = await run(*arguments, stdin="Hello")
         assert code == 1
         assert "UNAUTHENTICATED" in err
-        code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
+        code, _, err = await run(*arguments, stdin="Hello", environment=with_key)
         assert code == 0, err
         assert (await run("api-keys", "remove", file, "alice"))[0] == 0
-        code, _, err = await run(*arguments, stdin="Hello", OPENAI_API_KEY=key.strip())
+        code, _, err = await run(*arguments, stdin="Hello", environment=with_key)
         assert "UNAUTHENTICATED" in err
     code, out, _ = await run("api-keys", "list", file, "--json")
     assert json.loads(out) == {"keys": []}

@@ -264,10 +264,29 @@ async def test_the_second_client_works_too(gateway: FakeGateway) -> None:
     assert await asyncio.to_thread(ask)
 
 
-async def test_penalties_reach_the_sampler(gateway: FakeGateway) -> None:
-    plain = await text_of(gateway, max_tokens=200)
-    assert await text_of(gateway, max_tokens=200, frequency_penalty=2.0) != plain
-    assert await text_of(gateway, max_tokens=200, presence_penalty=2.0) != plain
+@pytest.mark.parametrize(
+    ("asked", "sampling"),
+    [
+        ({"temperature": 0.2}, {"temperature": 0.2}),
+        ({"top_p": 0.2}, {"top_p": 0.2}),
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+        ({"logit_bias": {"97": 100, "98": 100}}, {"logit_bias": {97: 100.0, 98: 100.0}}),
+        ({"seed": 12}, {"seed": 12}),
+        ({"extra_body": {"top_k": 2}}, {"top_k": 2}),
+        ({"extra_body": {"min_p": 0.9}}, {"min_p": 0.9}),
+        ({"extra_body": {"repetition_penalty": 9.0}}, {"repetition_penalty": 9.0}),
+    ],
+)
+async def test_what_is_asked_of_the_sampler_reaches_it(
+    gateway: FakeGateway, asked: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    """The answer is another one than without it, and the one that the bare client gets with it."""
+    same = dataclasses.replace(SAMPLING, penalty_last_n=4096, **sampling)
+    tokens = await bare_tokens(gateway, same, 40)
+    answer = await text_of(gateway, **asked)
+    assert answer == b"".join(token.piece for token in tokens).decode()
+    assert answer != await text_of(gateway)
 
 
 def schema_form(schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from meshnet_gguf.gateway import Admission, ApiKeys, GatewayOptions, KeyLimits
+from meshnet_gguf.gateway import Admission, ApiKeys, GatewayOptions, KeyLimits, _serving
 from meshnet_gguf.testing.gateway import MODEL, FakeGateway, fake_gateway
 
 END = 60.0
@@ -296,9 +296,41 @@ async def test_a_full_line_is_429_with_a_time_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
+async def test_a_fault_of_our_own_is_logged_by_its_place(
+    log_prompts: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an exception says may be what somebody has asked."""
+
+    async def failing(*arguments: Any) -> list[str]:
+        said = arguments[3].messages[0].text
+        try:
+            raise KeyError(said)
+        except KeyError as error:
+            raise ValueError(f"no good: {said}") from error
+
+    monkeypatch.setattr(_serving, "chat_pieces", failing)
+    secret = "a secret that nobody else may read"
+    options = GatewayOptions(log_prompts=log_prompts)
+    async with asyncio.timeout(END), fake_gateway((), options=options) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(
+                **{**HELLO, "messages": [{"role": "user", "content": secret}]}
+            )
+    assert caught.value.code == "ENGINE_FAILURE"
+    assert "the gateway failed (ValueError); its log says more" in caught.value.message
+    (logged,) = [line for line in caplog.messages if "failed\n" in line]
+    assert caught.value.response.headers["x-request-id"] in logged
+    assert logged.index("KeyError") < logged.index("ValueError")
+    assert "in failing" in logged
+    assert (secret in logged) == log_prompts
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
 async def test_the_log_holds_no_text_unless_asked(
     log_prompts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    schema = {"type": "object", "properties": {"a": {"pattern": "a secret that nobody ("}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     options = GatewayOptions(log_prompts=log_prompts)
     secret = "a secret that nobody else may read"
     body = {**HELLO, "messages": [{"role": "user", "content": secret}]}
@@ -307,10 +339,20 @@ async def test_the_log_holds_no_text_unless_asked(
         caplog.clear()
         async with httpx.AsyncClient(base_url=gateway.url, timeout=END) as http:
             await http.post(CHAT, json=body)
-            await http.post(CHAT, json={**body, "temperature": secret})
+            for change in (
+                {"temperature": secret},
+                {"stop": secret * 20},
+                {"tools": [tool], "tool_choice": "required"},
+                {"messages": [{"role": secret, "content": secret}]},
+                {"model": "other"},
+            ):
+                refused = await http.post(CHAT, json={**body, **change})
+                assert refused.status_code in (400, 404)
+            asked = await http.post("/v1/completions", json={**HELLO, "prompt": secret})
+            assert asked.status_code == 400
             await gateway.fake.wait_idle()
-            while len([r for r in caplog.records if r.name == "meshnet.gateway"]) < 2:
+            while len([r for r in caplog.records if r.name == "meshnet.gateway"]) < 7:
                 await asyncio.sleep(0.01)
     ours = [record.getMessage() for record in caplog.records if record.name != "hpack"]
-    assert any(secret in line for line in ours) == log_prompts
+    assert any("a secret that nobody" in line for line in ours) == log_prompts
     assert any('"completion_tokens": 2' in line for line in ours)

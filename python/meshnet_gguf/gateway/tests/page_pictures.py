@@ -37,6 +37,16 @@ async def _take(page: Page, folder: pathlib.Path, name: str) -> None:
     sys.stdout.write(f"{folder / name}.png\n")
 
 
+async def _talk_on(page: Page) -> None:
+    """Five more turns, each answer stopped once it has begun, and one under way."""
+    for turn in range(5):
+        await page.get_by_role("button", name="Stop").click()
+        await page.get_by_label("Message").fill(f"And then? {'Go on, please. ' * 3 * turn}")
+        await page.get_by_label("Message").press("Enter")
+        answer = page.locator(".turn.assistant").nth(turn + 1)
+        await expect(answer).to_contain_text(re.compile(r"\S{9}"), timeout=60_000)
+
+
 async def _pictures(folder: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         async with (
@@ -59,6 +69,9 @@ async def _pictures(folder: pathlib.Path) -> None:
                     answer = page.locator(".turn.assistant")
                     await expect(answer).to_contain_text(re.compile(r"\S{9}"), timeout=60_000)
                 await _take(page, folder, name)
+            for name in ("phone-dark", "wide-light"):
+                await _talk_on(pages[name])
+                await _take(pages[name], folder, f"{name}-long")
             await mesh.kill("office-pc")
             await asyncio.gather(load, return_exceptions=True)
             for name, page in pages.items():

@@ -37,7 +37,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request, expect
 
 END = 120.0  # seconds after which a test that hangs is given up
 WAIT = 60_000.0  # the same for one condition, in milliseconds
-WIDTHS = (320, 390, 820, 1440)
+WIDTHS = (320, 360, 390, 820, 1440)
 AA = 4.5
 
 # One browser and one mesh for all tests.
