@@ -21,6 +21,7 @@ from meshnet_gguf.client import (
 )
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec, worker_binary
+from meshnet_gguf.testing.lane_driver import use_lane_driver
 
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -43,13 +44,7 @@ def shaders(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch, shaders: pathlib.Path) -> None:
-    """Workers run in folders of their own."""
-    for name in ("LD_LIBRARY_PATH", "VK_DRIVER_FILES"):
-        if name in os.environ:
-            monkeypatch.setenv(name, str(pathlib.Path(os.environ[name]).absolute()))
-    # What one worker's driver has compiled, the next one takes.
-    monkeypatch.delenv("MESA_SHADER_CACHE_DISABLE", raising=False)
-    monkeypatch.setenv("MESA_SHADER_CACHE_DIR", str(shaders))
+    use_lane_driver(monkeypatch, shaders)
 
 
 def spec(layers: LayerRange | None, *flags: str) -> WorkerSpec:

@@ -14,6 +14,7 @@ from meshnet.signing import SigningKey
 from meshnet.testing.tracker_process import TrackerProcess
 from meshnet_gguf.local_cluster import LocalCluster, WorkerSpec
 from meshnet_gguf.testing.lane_contract import write_lane_contract
+from meshnet_gguf.testing.lane_driver import use_lane_driver
 
 from proto.meshnet.control.v1 import tracker_pb2
 
@@ -31,12 +32,15 @@ HEAD_FLAG, TAIL_FLAG = os.environ["MIXED_HEAD"], os.environ["MIXED_TAIL"]
 NOT_CERTIFIED = 3
 
 
+@pytest.fixture(name="shaders", scope="module")
+def compiled_shaders(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("shaders")
+
+
 @pytest.fixture(autouse=True)
-def worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def worker(monkeypatch: pytest.MonkeyPatch, shaders: pathlib.Path) -> None:
     monkeypatch.setenv("MESHNET_WORKER", str(WORKER))
-    for name in ("LD_LIBRARY_PATH", "VK_DRIVER_FILES"):
-        if name in os.environ:
-            monkeypatch.setenv(name, str(pathlib.Path(os.environ[name]).absolute()))
+    use_lane_driver(monkeypatch, shaders)
 
 
 async def meshnet(*arguments: str | pathlib.Path, code: int) -> Any:
