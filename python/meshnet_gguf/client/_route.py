@@ -104,8 +104,9 @@ def check_route(stages: Sequence[tuple[str, Capability]], mixture: str = "") -> 
             raise MeshnetError(
                 errors_pb2.REASON_RECIPE_MISMATCH,
                 f"expected one recipe, {first_endpoint} runs {first.recipe_fingerprint} and "
-                f"{endpoint} runs {capability.recipe_fingerprint}; they differ in "
-                f"{_recipe_difference(first.recipe, capability.recipe)}; {_cure(found, mixture)}",
+                f"{endpoint} runs {capability.recipe_fingerprint}; {_cure(found, mixture)}; they "
+                # The longest, and last: a message may be cut.
+                f"differ in {_recipe_difference(first.recipe, capability.recipe)}",
             )
         if capability.model_layers != first.model_layers:
             raise MeshnetError(
