@@ -55,8 +55,9 @@ __all__ = ["SPAN", "LaneWorkers", "Plan", "is_identical", "measure", "measure_mi
 SPAN = 160
 _WINDOW = 128
 _CSA, _HCA = 4, 128
-# A worker reads and hashes its model before it is ready.
-_READY_SECONDS = 120.0
+# A worker reads and hashes its model before it is ready, and computes a whole chunk, for which a
+# driver may have to compile every kernel first. One that fails ends sooner by itself.
+_READY_SECONDS = 900.0
 _READY_BYTES_PER_SECOND = 50e6
 _FREE_SECONDS = 10.0
 

@@ -143,7 +143,8 @@ case "$*" in
     for flag; do case "$flag" in --profile=*) cp "${0%/*}/profile.gz" "${flag#*=}" ;; esac; done
     echo "INFO: Elapsed time: 61.25s, Critical Path: 5.00s" >&2
     echo "INFO: 7 processes: 3 disk cache hit, 1 internal, 3 linux-sandbox." >&2 ;;
-  *"run"*"--config=vulkan"*)
+  *"cquery"*"--config=vulkan @vulkan_sdk//:runtime_libraries"*) echo "external/sdk/lib/x.so.1" ;;
+  *"run"*"--config=vulkan --run_under=env LD_LIBRARY_PATH="*"/external/sdk/lib //cc/worker"*)
     echo '{"toolchain": {"compiler": "gcc 12.2", "glibc": "2.36", "accelerator": "glslc 1 -DX"},' \
       '"engine": {"llama_cpp": {"release": "v1", "commit": "c", "patches_sha256": "p"}},' \
       '"fingerprint": "f"}' ;;
