@@ -38,10 +38,10 @@ constexpr double kHalfSumsTolerance =
     kF16Rounding * (kLayers * ((32 + 32) + (32 + 32 + 64)) / 2 + 32);  // lavapipe: 1.85e-5
 // Of quantised weights: the CPU rounds activations to 8 bits in front of them, a GPU may do so or
 // not. One layer of that is 2.6e-4 (the input of the last matrix is a product, whose largest value
-// of 32 is 6 times the deviation: (6 / 127)^2 / 12 = 1.9e-4, the rest are 2 / 127 each), six are
-// at most 1.6e-3. The CPU differs from itself, with and without flash attention, by 7e-4, lavapipe
-// from the CPU by 8e-4.
-constexpr double kQuantizedTolerance = 1.6e-3;
+// of 32 is 6 times the deviation: (6 / 127)^2 / 12 = 1.9e-4, the rest are 2 / 127 each), and layers
+// add up, at most: 1.6e-3 of six, 7.8e-3 of SmolLM2's thirty. Of six the CPU differs from itself,
+// with and without flash attention, by 7e-4, lavapipe from the CPU by 8e-4; of thirty by 1.8e-3.
+constexpr double kQuantizedLayer = 2.6e-4;
 // Rows of one step: a whole chunk uses other kernels than one row.
 constexpr size_t kChunks[] = {32, 1};
 constexpr size_t kPromptTokens = 48;
@@ -51,8 +51,8 @@ const char* RealModel() { return std::getenv("PARITY_MODEL"); }
 // Whether the driver was told to do without f16 (GGML_VK_DISABLE_F16).
 bool SumsInF32() { return std::getenv("PARITY_SUMS_IN_F32") != nullptr; }
 
-double Tolerance(bool quantized, size_t chunk) {
-  if (quantized) return kQuantizedTolerance;
+double Tolerance(bool quantized, size_t chunk, double layers = kLayers) {
+  if (quantized) return kQuantizedLayer * layers;
   return chunk == 1 || SumsInF32() ? kPlainTolerance : kHalfSumsTolerance;
 }
 
@@ -138,7 +138,7 @@ void ExpectParity(bool quantized) {
     const Trace expected = RunSession(plain, Key('a'), prompt, chunk, 8);
     const double nmse = Nmse(found.prompt_logits, expected.prompt_logits);
     const double agreement = Agreement(found.prompt_logits, expected.prompt_logits, vocabulary);
-    const double tolerance = Tolerance(quantized, chunk);
+    const double tolerance = Tolerance(quantized, chunk, plain.front()->capability().model_layers);
     std::printf(
         "chunk %zu: NMSE %.3g (tolerance %.3g), same likeliest token in %.1f %% of %zu rows\n",
         chunk, nmse, tolerance, 100 * agreement, prompt.size());
