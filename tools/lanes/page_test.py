@@ -216,6 +216,11 @@ def test_an_earlier_build_is_recorded_by_what_it_left(tmp_path: pathlib.Path) ->
     found = json.loads((tmp_path / "docs/lanes/vulkan.json").read_text())
     assert (found["wall_s"], found["compiled_actions"], found["cached_actions"]) == (100.0, 8, 0)
     assert found["compile_s"]["GpuCompile"]["sum_s"] == 90.0
+    # Of a single process Bazel speaks otherwise.
+    log.write_text("INFO: Elapsed time: 0.4s\nINFO: 1 process: 1 internal.\n")
+    record(tmp_path, "vulkan", f"--log={log}", f"--profile={tmp_path / 'earlier.gz'}")
+    found = json.loads((tmp_path / "docs/lanes/vulkan.json").read_text())
+    assert (found["actions"], found["compiled_actions"], found["cached_actions"]) == (1, 0, 0)
 
 
 def test_another_failure_is_no_record(tmp_path: pathlib.Path) -> None:
