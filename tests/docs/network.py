@@ -14,8 +14,9 @@ import os
 import pathlib
 import socket
 import struct
+import sys
 
-__all__ = ["enter_network"]
+__all__ = ["add_addresses", "enter_network"]
 
 # <linux/sched.h>, <linux/sockios.h>, <linux/if.h>; os.unshare() came with Python 3.12.
 _CLONE_NEWUSER = 0x10000000
@@ -38,9 +39,18 @@ def enter_network(*addresses: str) -> None:
         ("gid_map", f"{group} {group} 1"),
     ):
         pathlib.Path("/proc/self", file).write_text(text)
+    add_addresses(*addresses)
+
+
+def add_addresses(*addresses: str) -> None:
+    """Gives the network that this process is in its loopback device, with these addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
         for number, address in enumerate(addresses):
             name = f"lo:{number}".encode()
             place = struct.pack("16sHH4s16x", name, socket.AF_INET, 0, socket.inet_aton(address))
             fcntl.ioctl(control, _SIOCSIFADDR, place)
+
+
+if __name__ == "__main__":
+    add_addresses(*sys.argv[1:])

@@ -45,13 +45,14 @@ def _as_somebody() -> list[str]:
 class PostgresServer:
     """A running server. Made by start()."""
 
-    def __init__(self, programs: pathlib.Path, socket: pathlib.Path) -> None:
-        self._programs = programs
-        self._socket = socket
+    def __init__(self, programs: pathlib.Path, socket: pathlib.Path, superuser: str) -> None:
+        self.programs = programs  # the folder of psql and the like
+        self.socket = socket  # the folder to be given as a host
+        self._superuser = superuser
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls) -> Iterator[PostgresServer]:
+    def start(cls, superuser: str = _USER) -> Iterator[PostgresServer]:
         """Runs a new, empty server while the block runs."""
         programs = _programs()
         # A socket's path is at most 107 bytes long, which a test's own folder may exceed.
@@ -63,7 +64,7 @@ class PostgresServer:
                     *_as_somebody(),
                     programs / "initdb",
                     f"--pgdata={data}",
-                    f"--username={_USER}",
+                    f"--username={superuser}",
                     "--auth=trust",
                     "--encoding=UTF8",
                     "--no-locale",
@@ -91,7 +92,7 @@ class PostgresServer:
                     stderr=log,
                 )
             try:
-                server = cls(programs, folder)
+                server = cls(programs, folder, superuser)
                 server._wait(process, folder / "log")
                 yield server
             finally:
@@ -104,7 +105,7 @@ class PostgresServer:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
             answer = subprocess.run(
-                [self._programs / "pg_isready", "-q", "-h", self._socket], check=False
+                [self.programs / "pg_isready", "-q", "-h", self.socket], check=False
             )
             if answer.returncode == 0:
                 return
@@ -115,14 +116,14 @@ class PostgresServer:
         """A URL of SQLAlchemy for a database of that name, which is made when it is not there."""
         name = "--dbname=postgres"
         base = [
-            f"{self._programs}/psql",
+            f"{self.programs}/psql",
             "-qAt",
-            f"--host={self._socket}",
-            f"--username={_USER}",
+            f"--host={self.socket}",
+            f"--username={self._superuser}",
             name,
         ]
         query = f"SELECT 1 FROM pg_database WHERE datname = '{database}'"  # noqa: S608
         found = subprocess.run([*base, "-c", query], check=True, stdout=subprocess.PIPE).stdout
         if not found:
             subprocess.run([*base, "-c", f'CREATE DATABASE "{database}"'], check=True)
-        return f"postgresql://{_USER}@/{database}?host={self._socket}"
+        return f"postgresql://{self._superuser}@/{database}?host={self.socket}"

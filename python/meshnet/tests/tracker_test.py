@@ -29,6 +29,7 @@ from meshnet.storage import (
 from meshnet.testing import running_tracker
 from meshnet.testing.manual_clock import ManualClock
 from meshnet.tracker import Tracker, TrackerOptions
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from proto.meshnet.control.v1 import tracker_pb2 as pb
 
@@ -494,6 +495,44 @@ async def test_a_sqlite_file_has_one_tracker(tmp_path: pathlib.Path) -> None:
     async with running(database, ManualClock()):
         again = Storage.open(database, "t2")
         assert await refused(again) is Reason.CONFIGURATION_INVALID
+
+
+async def executed(database: str, statement: str) -> set[str]:
+    """The tables of a database after a statement that no tracker makes."""
+
+    def execute(connection: sa.Connection) -> set[str]:
+        connection.execute(sa.text(statement))
+        return set(sa.inspect(connection).get_table_names())
+
+    url = sa.make_url(database)
+    if url.drivername == "sqlite":
+        file = sa.create_engine(url)
+        with file.begin() as connection:
+            tables = execute(connection)
+        file.dispose()
+        return tables
+    engine = create_async_engine(url.set(drivername="postgresql+asyncpg"))
+    async with engine.begin() as shared:
+        tables = await shared.run_sync(execute)
+    await engine.dispose()
+    return tables
+
+
+@pytest.mark.parametrize("version", [1, 3])
+async def test_another_releases_tables_are_refused_and_left(database: str, version: int) -> None:
+    await (await Storage.open(database, "t1")).close()
+    all_tables = await executed(database, f"UPDATE revisions SET schema_version = {version}")
+    # The former tables may lack one, which is not to be made.
+    tables = await executed(database, "DROP TABLE receipts")
+    assert len(tables) == len(all_tables) - 1
+    with pytest.raises(ControlError, match=rf"version 2, the database has {version};") as refusal:
+        await Storage.open(database, "t1")
+    assert refusal.value.reason is Reason.CONFIGURATION_INVALID
+    assert await executed(database, "SELECT 1") == tables
+    # The release that they are of opens it again, and makes what is missing.
+    await executed(database, "UPDATE revisions SET schema_version = 2")
+    await (await Storage.open(database, "t1")).close()
+    assert await executed(database, "SELECT 1") == all_tables
 
 
 @pytest.mark.parametrize(
