@@ -25,7 +25,9 @@ MESHNET, DEMO, WORKER, PUBLISH = (
     pathlib.Path(os.environ[name]).absolute() for name in ("MESHNET", "DEMO", "WORKER", "PUBLISH")
 )
 VERSION = os.environ["VERSION"]
-RELEASE = [pathlib.Path(path).absolute() for path in os.environ["RELEASE"].split()]
+# For this machine's CPU; another's may lie beside it.
+FILES = [path for path in os.environ["RELEASE"].split() if "aarch64" not in path]
+RELEASE = [pathlib.Path(path).absolute() for path in FILES]
 # Before anything starts a thread.
 enter_network("10.0.0.5", "10.0.0.6")
 
@@ -33,6 +35,8 @@ END = 800.0
 
 
 def programs(folder: pathlib.Path) -> Programs:
+    # Folders of packages that are this test's alone lie beside those of the programs' own.
+    environment = f'MESHNET_WORKER="{WORKER}" PYTHONPATH="{os.pathsep.join(sys.path)}"'
     return Programs(
         run={
             "//:demo": ["demo"],
@@ -44,9 +48,12 @@ def programs(folder: pathlib.Path) -> Programs:
         build={"//cc/worker": [WORKER], "//release:all": RELEASE},
         path={
             "worker": f'exec "{WORKER}" "$@"',
-            "meshnet": f'MESHNET_WORKER="{WORKER}" exec "{MESHNET}" "$@"',
+            "meshnet": f"""
+                export {environment}
+                exec "{MESHNET}" "$@"
+            """,
             "demo": f"""
-                export MESHNET_WORKER="{WORKER}"
+                export {environment}
                 case " $* " in
                 *" --fixture "*) ;;
                 *) [ -e "{folder}/demonstrated" ] && set -- "$@" --model "{SMALL_MODEL}" ;;

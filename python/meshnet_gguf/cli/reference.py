@@ -13,6 +13,7 @@ from meshnet.errors import Reason
 from meshnet_gguf.cli.commands import COMMANDS, Command, describe
 from meshnet_gguf.cures import CONTROL_CURES, CURES
 from meshnet_gguf.errors import options_of, reason_name
+from meshnet_gguf.gateway import http_statuses
 from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["commands_page", "errors_page", "main"]
@@ -101,19 +102,24 @@ def errors_page() -> str:
         "",
         "Every refusal has one of these reasons; it is the `code` of an error of the "
         "HTTP API, stands before the message of a command, and "
-        "in `google.rpc.ErrorInfo` of a gRPC status. A reason never changes its meaning.",
+        "in `google.rpc.ErrorInfo` of a gRPC status. A reason never changes its meaning. "
+        "HTTP is the status of the gateway's answer; where there are several, the lower ones are "
+        "about the request itself: who asks, where, how, and how slowly.",
         "",
         "## Workers, gateway and commands",
         "",
-        "| reason | gRPC code | the caller may | cure |",
-        "| --- | --- | --- | --- |",
+        "| reason | gRPC code | HTTP | the caller may | cure |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for value in errors_pb2.Reason.DESCRIPTOR.values:
         if value.number:
             options = options_of(value.number)
             name = reason_name(value.number)
             code = _CODES[options.grpc_code]
-            parts.append(f"| `{name}` | {code} | {_NEXT[options.recovery]} | {CURES[name]} |")
+            statuses = ", ".join(map(str, http_statuses(value.number)))
+            parts.append(
+                f"| `{name}` | {code} | {statuses} | {_NEXT[options.recovery]} | {CURES[name]} |"
+            )
     parts += [
         "",
         "## Tracker and relay",

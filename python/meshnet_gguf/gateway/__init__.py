@@ -8,6 +8,7 @@ async with TemplateRenderer() as renderer:
             await server.wait()
 """
 
+from meshnet_gguf.gateway._failures import http_statuses
 from meshnet_gguf.gateway._serving import Serving
 from meshnet_gguf.gateway.admission import Admission, KeyLimits, follow_capacity
 from meshnet_gguf.gateway.api_keys import ApiKey, ApiKeys
@@ -40,5 +41,6 @@ __all__ = [
     "TrackedModelSource",
     "WatchedRouteSource",
     "follow_capacity",
+    "http_statuses",
     "make_app",
 ]

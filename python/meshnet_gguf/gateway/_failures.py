@@ -17,6 +17,7 @@ __all__ = [
     "error_event",
     "headers_of",
     "http_status",
+    "http_statuses",
     "names_machine",
     "words_of",
 ]
@@ -47,6 +48,11 @@ _STATUS_OF_REASONS: dict[int, int] = {
     errors_pb2.REASON_FRAME_TOO_LARGE: 413,
     # Coming again later does not make a grammar cheaper.
     errors_pb2.REASON_GRAMMAR_TOO_COSTLY: 400,
+}
+# What the gateway's own refusals may say instead: the body came too late, another host or method.
+_MORE_STATUSES: dict[int, tuple[int, ...]] = {
+    errors_pb2.REASON_DEADLINE_EXCEEDED: (408,),
+    errors_pb2.REASON_NOT_SERVED: (403, 405),
 }
 # What clients are told of failures that are not theirs. What the workers, or gRPC, say of them
 # names machines and is for operators: it goes into the log.
@@ -120,6 +126,7 @@ class RequestError(MeshnetError):
         self, reason: int, message: str, param: str | None = None, *, status: int = 0
     ) -> None:
         super().__init__(reason, message)
+        assert not status or status in _MORE_STATUSES[reason], "docs/errors.md lists them all"
         self.param = param
         self.status = status
 
@@ -137,6 +144,12 @@ def http_status(error: MeshnetError) -> int:
     if error.grpc_code == 9:
         return 400 if error.reason in _OF_THE_REQUEST else 503
     return _STATUS_OF_CODES.get(error.grpc_code, 500)
+
+
+def http_statuses(reason: int) -> list[int]:
+    """Each status that an error with this reason as its `code` may have."""
+    usual = {http_status(kind(reason, "")) for kind in (MeshnetError, RequestError)}
+    return sorted(usual | {*_MORE_STATUSES.get(reason, ())})
 
 
 def names_machine(message: str) -> bool:

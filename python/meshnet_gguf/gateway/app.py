@@ -474,9 +474,11 @@ async def _http_error(_: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     reason = _HTTP_REASONS.get(status, errors_pb2.REASON_ENGINE_FAILURE)
     refusal = RequestError(
-        reason, f"expected a path and method of OpenAI's API that is served here (HTTP {status})"
+        reason,
+        f"expected a path and method of OpenAI's API that is served here (HTTP {status})",
+        status=405 if status == 405 else 0,
     )
-    return JSONResponse(error_body(refusal), status_code=status)
+    return JSONResponse(error_body(refusal), http_status(refusal))
 
 
 class GatewayApp(Starlette):
