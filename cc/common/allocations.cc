@@ -1,10 +1,10 @@
 #include "cc/common/allocations.h"
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+
+#include "cc/common/system/memory.h"
 
 namespace {
 
@@ -17,14 +17,14 @@ void* Allocate(size_t size, size_t alignment) {
           ? std::malloc(size)
           : std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
   if (memory == nullptr) std::abort();
-  live_bytes += malloc_usable_size(memory);
+  live_bytes += meshnet::BlockBytes(memory);
   peak_bytes = std::max(peak_bytes, live_bytes);
   return memory;
 }
 
 void Free(void* memory) {
   if (memory == nullptr) return;
-  live_bytes -= malloc_usable_size(memory);
+  live_bytes -= meshnet::BlockBytes(memory);
   std::free(memory);
 }
 

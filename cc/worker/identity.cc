@@ -1,7 +1,5 @@
 #include "cc/worker/identity.h"
 
-#include <features.h>
-
 #include <algorithm>
 #include <map>
 #include <string>
@@ -25,12 +23,26 @@ namespace {
 
 using google::protobuf::Value;
 
-// As `uname -m` names it.
+// As Linux's `uname -m` names it.
 #if defined(__aarch64__)
 constexpr char kCpu[] = "aarch64";
 #else
 constexpr char kCpu[] = "x86_64";
 #endif
+
+#if defined(__APPLE__)
+constexpr char kOperatingSystem[] = "macos";
+#else
+constexpr char kOperatingSystem[] = "linux";
+#endif
+
+std::string Compiler() {
+#if defined(__clang__)  // which says that it is gcc, too
+  return absl::StrCat("clang ", __clang_major__, ".", __clang_minor__);
+#else
+  return absl::StrCat("gcc ", __GNUC__, ".", __GNUC_MINOR__);
+#endif
+}
 
 // Every value, by its path. None of them needs an escape.
 std::map<std::string, std::string> Fields() {
@@ -42,15 +54,17 @@ std::map<std::string, std::string> Fields() {
       {"engine.llama_cpp.tree", llama_cpp::kTree},
       {"lane.accelerator", llama_cpp::kLane},
       {"lane.cpu", kCpu},
-      {"lane.os", "linux"},
+      {"lane.os", kOperatingSystem},
       {"program", "meshnet-worker"},
       {"protocol.schema_version", absl::StrCat(kSchemaVersion)},
       {"toolchain.baseline", kCpuBaseline},
-      {"toolchain.compiler", absl::StrCat("gcc ", __GNUC__, ".", __GNUC_MINOR__)},
+      {"toolchain.compiler", Compiler()},
       {"toolchain.cpu_variants", absl::StrJoin(llama_cpp::CpuVariants(), " ")},
-      {"toolchain.glibc", absl::StrCat(__GLIBC__, ".", __GLIBC_MINOR__)},
       {"version", kVersion},
   };
+#if defined(__GLIBC__)
+  fields.emplace("toolchain.glibc", absl::StrCat(__GLIBC__, ".", __GLIBC_MINOR__));
+#endif
   if (!llama_cpp::AcceleratorBuild().empty()) {
     fields.emplace("toolchain.accelerator", llama_cpp::AcceleratorBuild());
   }

@@ -1,15 +1,6 @@
 // The shard worker: one artifact, one recipe, one layer range behind one gRPC port.
-#include <link.h>
-#include <malloc.h>
-#include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/signalfd.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -38,6 +29,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "cc/common/status.h"
+#include "cc/common/system/memory.h"
+#include "cc/common/system/parent.h"
+#include "cc/common/system/signal_queue.h"
 #include "cc/protocol/frame_codec.h"
 #include "cc/worker/endpoint.h"
 #include "cc/worker/engine_factory.h"
@@ -112,6 +106,9 @@ namespace {
 constexpr absl::Duration kFarewell = absl::Milliseconds(500);
 
 constexpr absl::Duration kPoll = absl::Milliseconds(5);
+
+// Where the system does not tell of the parent's end, that is noticed after this long.
+constexpr absl::Duration kParentCheck = absl::Seconds(1);
 
 constexpr char kUsage[] = R"(Serves one layer range of one model.
 
@@ -341,19 +338,6 @@ absl::Status WritePortFile(const std::string& path, int port) {
   return absl::OkStatus();
 }
 
-// SIGTERM and SIGINT as something to poll for, and SIGCONT, by which the end of the parent is
-// heard of. Before any thread is started.
-int BlockSignals() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  sigaddset(&signals, SIGCONT);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  std::signal(SIGPIPE, SIG_IGN);
-  return signalfd(-1, &signals, SFD_CLOEXEC);
-}
-
 // The process that --die_with_parent speaks of; 0 = none.
 pid_t Parent() {
   if (!absl::GetFlag(FLAGS_die_with_parent)) return 0;
@@ -364,49 +348,12 @@ pid_t Parent() {
 
 bool ParentIsGone() { return Parent() != 0 && getppid() != Parent(); }
 
-// Gives back the pages of the program itself: those that starting needed and serving does not (the
-// loader, flags, kernels for other shapes) stay away, the others come back from the page cache when
-// they are next run. Only segments that are never written, so nothing is lost.
-void ReleaseProgramPages() {
-  dl_iterate_phdr(
-      [](dl_phdr_info* object, size_t, void*) {
-        const auto page = static_cast<ElfW(Addr)>(sysconf(_SC_PAGESIZE));
-        for (int i = 0; i < object->dlpi_phnum; ++i) {
-          const ElfW(Phdr) & segment = object->dlpi_phdr[i];
-          if (segment.p_type != PT_LOAD || (segment.p_flags & PF_W) != 0) continue;
-          const ElfW(Addr) begin = (object->dlpi_addr + segment.p_vaddr + page - 1) / page * page;
-          const ElfW(Addr) end =
-              (object->dlpi_addr + segment.p_vaddr + segment.p_memsz) / page * page;
-          if (begin >= end) continue;
-          // Where the kernel does not, the pages just stay.
-          (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-        }
-        // The program comes first; the C library's pages are shared with everybody.
-        return 1;
-      },
-      nullptr);
-}
-
-// True when `fd` has something to read before `deadline`.
-bool WaitReadable(int fd, absl::Time deadline) {
-  pollfd entry = {fd, POLLIN, 0};
-  while (true) {
-    const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now());
-    const int wait = static_cast<int>(std::clamp<int64_t>(left, 0, 1000));
-    const int ready = poll(&entry, 1, wait);
-    if (ready > 0) return true;
-    if (ready < 0 && errno != EINTR) return false;
-    if (absl::Now() >= deadline) return false;
-  }
-}
-
 class Process {
  public:
-  Process(int signal_fd, const ShardServerOptions& server_options,
+  Process(SignalQueue* signals, const ShardServerOptions& server_options,
           const WorkerOptions& worker_options, std::vector<RelayListenerOptions> relays,
           std::unique_ptr<Authorizer> authorizer)
-      : signal_fd_(signal_fd),
-        loaded_fd_(eventfd(0, EFD_CLOEXEC)),
+      : signals_(signals),
         authorizer_(std::move(authorizer)),
         grpc_(MakeGrpcDialer(&events_, server_options.transport)),
         dialer_(grpc_.get(), grpc_.get(), absl::GetFlag(FLAGS_relay_peer_id)),
@@ -433,8 +380,7 @@ class Process {
       listeners_.push_back(std::make_unique<RelayListener>(relay, grpc_.get(), &worker_, &logger_));
     }
     loader_ = std::thread([this] { Load(); });
-    const bool told_to_end = WaitForLoad();
-    if (told_to_end && !load_done_) {
+    if (!WaitForLoader()) {
       // Loading cannot be interrupted, and nothing is served yet that could be lost.
       logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "loading"}});
       _exit(kExitOk);
@@ -443,8 +389,7 @@ class Process {
     if (!load_status_.ok()) {
       return Failed("load_failed", load_status_, ExitCodeOf(load_status_));
     }
-    while (!told_to_end && !(WaitReadable(signal_fd_, absl::InfiniteFuture()) && TakeSignal())) {
-    }
+    (void)WaitForLoader();  // which has no more to say
     Drain();
     logger_.Log(Severity::kInfo, "exit", {{"code", kExitOk}});
     return kExitOk;
@@ -459,36 +404,29 @@ class Process {
     if (load_status_.ok()) {
       worker_.Start();
       // What the warm-up's largest step took.
-      malloc_trim(0);
+      ReleaseFreeMemory();
       ReleaseProgramPages();
       logger_.Log(Severity::kInfo, "ready",
                   {{"address", server_->address()},
                    {"load_ms", absl::ToInt64Milliseconds(absl::Now() - begin)}});
     }
-    const uint64_t one = 1;
-    if (write(loaded_fd_, &one, sizeof(one)) != sizeof(one)) std::abort();
+    signals_->Post();
   }
 
-  // True when it was told to end, perhaps before it had loaded.
-  bool WaitForLoad() {
-    pollfd entries[] = {{loaded_fd_, POLLIN, 0}, {signal_fd_, POLLIN, 0}};
-    bool told_to_end = false;
-    while (!load_done_ && !told_to_end) {
-      if (poll(entries, 2, -1) < 0) continue;
-      load_done_ = (entries[0].revents & POLLIN) != 0;
-      told_to_end = (entries[1].revents & POLLIN) != 0 && TakeSignal();
+  // False when this process is told to end before the loader is done.
+  bool WaitForLoader() {
+    while (true) {
+      const std::optional<int> next = signals_->Wait(absl::Now() + kParentCheck);
+      if (next == SignalQueue::kPosted) return true;
+      if (SaysToEnd(next.value_or(SIGCONT))) return false;
     }
-    return told_to_end;
   }
 
-  // Whether it says that this process is to end.
-  bool TakeSignal() {
-    signalfd_siginfo info = {};
-    if (read(signal_fd_, &info, sizeof(info)) != sizeof(info)) return false;
-    const bool continued = info.ssi_signo == static_cast<uint32_t>(SIGCONT);
-    if (continued && !ParentIsGone()) return false;
+  // SIGCONT does when the parent is gone.
+  bool SaysToEnd(int signal) {
+    if (signal == SIGCONT && !ParentIsGone()) return false;
     logger_.Log(Severity::kInfo, "signal",
-                {{"number", info.ssi_signo}, {"parent_is_gone", ParentIsGone()}});
+                {{"number", signal}, {"parent_is_gone", ParentIsGone()}});
     return true;
   }
 
@@ -498,7 +436,8 @@ class Process {
     // What the last sessions were told is to reach their peers: a connection that closes while its
     // peer sends loses what the peer has not read yet.
     while (worker_.is_busy() && absl::Now() < deadline) {
-      if (WaitReadable(signal_fd_, absl::Now() + kPoll) && TakeSignal()) break;
+      const std::optional<int> next = signals_->Wait(absl::Now() + kPoll);
+      if (next.has_value() && SaysToEnd(*next)) break;
     }
     listeners_.clear();
     worker_.Stop();
@@ -521,8 +460,7 @@ class Process {
     return options;
   }
 
-  const int signal_fd_;
-  const int loaded_fd_;
+  SignalQueue* const signals_;
   Logger logger_;
   const std::unique_ptr<Authorizer> authorizer_;
   GrpcEvents events_;
@@ -534,9 +472,8 @@ class Process {
   std::unique_ptr<ShardServer> server_;
   std::vector<std::unique_ptr<RelayListener>> listeners_;
   std::thread loader_;
-  // Written by the loader before it signals loaded_fd_.
+  // Written by the loader before it posts.
   absl::Status load_status_;
-  bool load_done_ = false;
 };
 
 // Protobuf's own words about bytes that cannot be parsed are no JSON, and a peer could have as many
@@ -584,7 +521,8 @@ int Main() {
   static const Logger logger;
   LogGrpcTo(&logger);
   // gRPC starts threads as soon as it has something to read.
-  const int signal_fd = BlockSignals();
+  SignalQueue signals({SIGTERM, SIGINT, SIGCONT});
+  std::signal(SIGPIPE, SIG_IGN);
   const auto refuse = [](const absl::Status& status) {
     logger.Log(Severity::kError, "flags_refused",
                {{"reason", ReasonName(ReasonOf(status))}, {"message", status.message()}});
@@ -602,25 +540,22 @@ int Main() {
   if (!authorizer.ok()) return refuse(authorizer.status());
   if (Parent() != 0) {
     // Unlike SIGTERM it also reaches a process that is stopped, and lets it go on to its end.
-    prctl(PR_SET_PDEATHSIG, SIGCONT);
+    SignalAtParentEnd(SIGCONT);
     if (ParentIsGone()) {
       logger.Log(Severity::kInfo, "exit", {{"code", kExitOk}, {"while", "parent is gone"}});
       return kExitOk;
     }
   }
-  return Process(signal_fd, *server_options, *worker_options, *relays, *std::move(authorizer))
-      .Run();
+  return Process(&signals, *server_options, *worker_options, *relays, *std::move(authorizer)).Run();
 }
 
 }  // namespace
 }  // namespace meshnet::worker
 
 int main(int argc, char** argv) {
-  // Boundaries of prefill chunks are megabytes that live for milliseconds. glibc would learn to
-  // keep such blocks in its heaps, one for each gRPC thread: resident memory that nobody uses.
-  mallopt(M_MMAP_THRESHOLD, 256 << 10);
-  mallopt(M_TRIM_THRESHOLD, 1 << 20);
-  mallopt(M_ARENA_MAX, 2);
+  // Boundaries of prefill chunks are megabytes that live for milliseconds: in heaps that keep them
+  // they would be resident memory that nobody uses.
+  meshnet::KeepHeapsSmall();
   absl::SetProgramUsageMessage(meshnet::worker::kUsage);
   absl::FlagsUsageConfig config;
   config.version_string = [] { return absl::StrCat("worker ", meshnet::worker::kVersion, "\n"); };

@@ -1,9 +1,6 @@
 #include "cc/worker/worker.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -11,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cc/common/status.h"
+#include "cc/common/system/memory.h"
 #include "cc/shard_engine/grammar/grammar.h"
 #include "cc/worker/head_session.h"
 #include "cc/worker/stage_session.h"
@@ -20,17 +18,6 @@ namespace {
 
 constexpr absl::Duration kTick = absl::Milliseconds(25);
 constexpr absl::Duration kEvictionCheck = absl::Milliseconds(100);
-
-uint64_t ResidentBytes() {
-  // The second number of statm: resident pages.
-  unsigned long long size = 0;
-  unsigned long long resident = 0;
-  std::FILE* file = std::fopen("/proc/self/statm", "r");
-  if (file == nullptr) return 0;
-  const int read = std::fscanf(file, "%llu %llu", &size, &resident);
-  std::fclose(file);
-  return read == 2 ? resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) : 0;
-}
 
 uint64_t Microseconds(absl::Duration duration) {
   return static_cast<uint64_t>(absl::ToInt64Microseconds(duration));

@@ -307,7 +307,9 @@ absl::Status HashFile(const std::string& path, Sha256* hash) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return Unreadable(path, std::strerror(errno));
   const auto close_fd = absl::MakeCleanup([fd] { close(fd); });
+#if defined(POSIX_FADV_SEQUENTIAL)  // macOS has none, and reads ahead by itself
   posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+#endif
   std::vector<char> buffer(kReadBytes);
   while (true) {
     const ssize_t got = read(fd, buffer.data(), buffer.size());

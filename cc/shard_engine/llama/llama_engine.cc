@@ -1,8 +1,5 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 
-#include <malloc.h>
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -21,6 +18,8 @@
 #include "absl/synchronization/mutex.h"
 #include "cc/common/cpu_baseline/cpu_baseline.h"
 #include "cc/common/status.h"
+#include "cc/common/system/memory.h"
+#include "cc/common/system/threads.h"
 #include "cc/shard_engine/grammar/grammar.h"
 #include "cc/shard_engine/llama/artifact.h"
 #include "cc/shard_engine/llama/llama_tokenizer.h"
@@ -63,18 +62,6 @@ struct ContextDeleter {
 using ModelPtr = std::unique_ptr<llama_model, ModelDeleter>;
 using ContextPtr = std::unique_ptr<llama_context, ContextDeleter>;
 
-// The CPUs that this process may use, ascending; empty when the kernel does not say.
-std::vector<int> AllowedCpus() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return cpus;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
-  }
-  return cpus;
-}
-
 // ggml's thread pool, through the CPU variant that runs. With `pin`, and as many threads as there
 // are CPUs, each thread keeps to one of them: woken for a step, all threads would else often begin
 // on the same CPU and wait for each other there until the kernel moves one.
@@ -92,10 +79,9 @@ class ThreadPool {
     // Keeps ggml from placing the thread that loads.
     params.paused = true;
     const std::vector<int> cpus = AllowedCpus();
-    CPU_ZERO(&allowed_);
     if (pin && threads > 1 && cpus.size() == threads && cpus.back() < GGML_MAX_N_THREADS) {
       params.strict_cpu = true;
-      for (const int cpu : cpus) CPU_SET(cpu, &allowed_);
+      allowed_ = cpus;
       // ggml deals them out in ascending order, its caller comes last.
       for (const int cpu : cpus) params.cpumask[cpu] = true;
       caller_cpu_ = cpus.back();
@@ -114,24 +100,20 @@ class ThreadPool {
   void PlaceCaller() {
     if (caller_cpu_ < 0 || caller_ == std::this_thread::get_id()) return;
     caller_ = std::this_thread::get_id();
-    cpu_set_t own;
-    CPU_ZERO(&own);
-    CPU_SET(caller_cpu_, &own);
-    // Only speed depends on it, and a CPU can go away.
-    (void)sched_setaffinity(0, sizeof(own), &own);
+    KeepToCpus({caller_cpu_});
   }
 
   // Undoes PlaceCaller on a thread that goes on to other things than steps.
   void FreeCaller() {
     if (caller_cpu_ < 0 || caller_ != std::this_thread::get_id()) return;
     caller_ = std::thread::id();
-    (void)sched_setaffinity(0, sizeof(allowed_), &allowed_);
+    KeepToCpus(allowed_);
   }
 
  private:
   // -1: threads go where the kernel puts them.
   int caller_cpu_ = -1;
-  cpu_set_t allowed_;
+  std::vector<int> allowed_;
   std::thread::id caller_;
   decltype(&ggml_threadpool_free) free_ = nullptr;
   ggml_threadpool_t pool_ = nullptr;
@@ -1178,7 +1160,7 @@ absl::StatusOr<std::unique_ptr<ShardEngine>> LoadLlamaEngine(const LlamaEngineOp
   status = CheckBudget(options, loaded.memory);
   if (!status.ok()) return status;
   // Reading headers, vocabulary and hash left free pages behind.
-  malloc_trim(0);
+  ReleaseFreeMemory();
   return std::make_unique<LlamaEngine>(std::move(loaded));
 }
 

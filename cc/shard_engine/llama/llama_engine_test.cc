@@ -1,7 +1,5 @@
 #include "cc/shard_engine/llama/llama_engine.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/common/system/threads.h"
 #include "cc/shard_engine/contract_test_suite.h"
 #include "cc/shard_engine/llama/testing/contract_options.h"
 #include "cc/shard_engine/llama/testing/tiny_llama.h"
@@ -198,6 +197,7 @@ TEST(LlamaRecipeTest, ThreadsDoNotMatterWithoutFlashAttention) {
   EXPECT_EQ((*one)->capability().recipe_fingerprint, (*two)->capability().recipe_fingerprint);
 }
 
+#if defined(__linux__)  // macOS binds no thread to a CPU
 // The CPUs that each thread of this process may use, sorted.
 std::vector<std::string> ThreadPlaces() {
   std::vector<std::string> places;
@@ -213,19 +213,13 @@ std::vector<std::string> ThreadPlaces() {
 }
 
 TEST(LlamaEngineTest, PinnedThreadsKeepToOneCpuEach) {
-  cpu_set_t before;
-  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  std::vector<int> cpus = AllowedCpus();
+  ASSERT_GE(cpus.size(), 2u) << "this test needs two CPUs";
   // Two of the CPUs, so that the test does not depend on how many there are.
-  std::vector<int> cpus;
-  for (int cpu = 0; cpu < CPU_SETSIZE && cpus.size() < 2; ++cpu) {
-    if (CPU_ISSET(cpu, &before)) cpus.push_back(cpu);
-  }
-  ASSERT_EQ(cpus.size(), 2u) << "this test needs two CPUs";
+  cpus.resize(2);
   std::thread([&cpus] {
-    cpu_set_t two;
-    CPU_ZERO(&two);
-    for (const int cpu : cpus) CPU_SET(cpu, &two);
-    ASSERT_EQ(sched_setaffinity(0, sizeof(two), &two), 0);
+    KeepToCpus(cpus);
+    ASSERT_EQ(AllowedCpus(), cpus);
     LlamaEngineOptions options = OptionsFor({});
     options.threads = 2;
     const std::vector<std::string> others = ThreadPlaces();
@@ -234,9 +228,7 @@ TEST(LlamaEngineTest, PinnedThreadsKeepToOneCpuEach) {
     ASSERT_TRUE(engine.ok()) << engine.status();
     ASSERT_TRUE((*engine)->WarmUp().ok());
     // Who warms up goes on to other things, and starts threads that would inherit its place.
-    cpu_set_t own;
-    ASSERT_EQ(sched_getaffinity(0, sizeof(own), &own), 0);
-    EXPECT_TRUE(CPU_EQUAL(&own, &two));
+    EXPECT_EQ(AllowedCpus(), cpus);
     ASSERT_TRUE((*engine)->OpenSession(Key('a'), {}, nullptr).ok());
     const std::vector<int32_t> tokens = {5};
     Step step;
@@ -255,6 +247,7 @@ TEST(LlamaEngineTest, PinnedThreadsKeepToOneCpuEach) {
     EXPECT_EQ(places.size(), others.size() - 1);
   }).join();
 }
+#endif
 
 TEST(LlamaEngineTest, MoreLogitRowsThanLoadedForAreRefused) {
   LlamaEngineOptions options = OptionsFor({});
