@@ -116,7 +116,10 @@ class Bazel:
 
 
 def read_tests(events: Sequence[str]) -> dict[str, bool]:
-    """Which tests passed, from Bazel's events; one that did not get to run has not passed."""
+    """Which tests passed, from Bazel's events; one that did not get to run has not passed.
+
+    One that is of another lane, and so incompatible, is none of them.
+    """
     tests: dict[str, bool] = {}
     for line in events:
         event: Mapping[str, object] = json.loads(line)
@@ -127,6 +130,9 @@ def read_tests(events: Sequence[str]) -> dict[str, bool]:
             configured = event["configured"]
             if isinstance(configured, dict) and configured.get("testSize"):
                 tests.setdefault(identity["targetConfigured"]["label"], False)
+        aborted = event.get("aborted")
+        if isinstance(aborted, dict) and aborted.get("reason") == "SKIPPED":
+            tests.pop(str(identity.get("targetCompleted", {}).get("label")), None)
         if "testSummary" in identity and isinstance(summary := event.get("testSummary"), dict):
             passed = summary.get("overallStatus") in _PASSED
             tests[identity["testSummary"]["label"]] = passed

@@ -351,9 +351,13 @@ def test_tests_that_did_not_run_have_not_passed() -> None:
         event({"targetConfigured": {"label": "//a"}}, configured={"testSize": "SMALL"}),
         event({"targetConfigured": {"label": "//b"}}, configured={"testSize": "SMALL"}),
         event({"targetConfigured": {"label": "//lib"}}, configured={}),
+        event({"targetConfigured": {"label": "//gpu"}}, configured={"testSize": "SMALL"}),
+        event({"targetCompleted": {"label": "//gpu"}}, aborted={"reason": "SKIPPED"}),
+        event({"targetConfigured": {"label": "//c"}}, configured={"testSize": "SMALL"}),
+        event({"targetCompleted": {"label": "//c"}}, aborted={"reason": "ANALYSIS_FAILURE"}),
         event({"testSummary": {"label": "//a"}}, testSummary={"overallStatus": "PASSED"}),
     ]
-    assert isolation.read_tests(lines) == {"//a": True, "//b": False}
+    assert isolation.read_tests(lines) == {"//a": True, "//b": False, "//c": False}
 
 
 def measured(decode: float, tensors: int, commit: str) -> dict[str, Any]:
