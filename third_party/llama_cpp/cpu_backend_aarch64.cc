@@ -10,20 +10,28 @@
 
 // One for each variant in cpu_variants.bzl.
 extern "C" {
+#if defined(__APPLE__)
+ggml_backend_reg_t ggml_backend_cpu_reg_apple_m1();
+#else
 ggml_backend_reg_t ggml_backend_cpu_reg_armv8();
 ggml_backend_reg_t ggml_backend_cpu_reg_dotprod();
 ggml_backend_reg_t ggml_backend_cpu_reg_i8mm();
+#endif
 }
 
 namespace meshnet::llama_cpp {
 namespace {
 
 constexpr CpuVariant kVariants[] = {
+#if defined(__APPLE__)
+    {"apple_m1", ggml_backend_cpu_reg_apple_m1, [](const InstructionSets&) { return true; }},
+#else
     {"armv8", ggml_backend_cpu_reg_armv8, [](const InstructionSets&) { return true; }},
     {"dotprod", ggml_backend_cpu_reg_dotprod,
      [](const InstructionSets& s) { return s.armv8_2_dotprod; }},
     {"i8mm", ggml_backend_cpu_reg_i8mm,
      [](const InstructionSets& s) { return s.armv8_2_dotprod && s.i8mm; }},
+#endif
 };
 
 }  // namespace

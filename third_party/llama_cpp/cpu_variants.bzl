@@ -49,6 +49,9 @@ AARCH64_CPU_VARIANTS = {
     "i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"],
 }
 
+# macOS runs on no CPU that lacks what Apple's first one has: one is enough, and there is nothing to keep apart.
+_MACOS_VARIANT = "apple_m1"
+
 _ENTRY = "ggml_backend_cpu_reg"
 
 def _isolated_object_impl(ctx):
@@ -108,7 +111,7 @@ _isolated_object = rule(
 def ggml_cpu_variants(name, srcs, aarch64_srcs, x86_64_srcs, copts, header_deps, deps, **kwargs):
     """A library with every variant of ggml's CPU backend; entry points are ggml_backend_cpu_reg_VARIANT.
 
-    NAME_objects are the variants' isolated objects, NAME_VARIANT.o.
+    NAME_objects are the variants' isolated objects, NAME_VARIANT.o. On macOS NAME_macos is to be taken in its place.
 
     Args:
       name: name of the library.
@@ -155,5 +158,17 @@ def ggml_cpu_variants(name, srcs, aarch64_srcs, x86_64_srcs, copts, header_deps,
         srcs = select(objects),
         deps = deps,
         linkstatic = True,
+        **kwargs
+    )
+    cc_library(
+        name = name + "_macos",
+        srcs = srcs + aarch64_srcs,
+        # clang knows no such flag.
+        copts = [flag for flag in copts if flag != "-fno-gnu-unique"] + ["-mcpu=apple-m1"],
+        implementation_deps = header_deps,
+        linkstatic = True,
+        local_defines = ["%s=%s_%s" % (_ENTRY, _ENTRY, _MACOS_VARIANT)],
+        target_compatible_with = ["@platforms//os:macos"],
+        deps = deps,
         **kwargs
     )
