@@ -5,16 +5,22 @@ be repaired.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 STARLARK = (".bzl", ".bazel")
 CXX = (".cc", ".h", ".cpp", ".hpp")
 PYTHON = (".py", ".pyi")
+
+# Older caches go, those of work trees that are gone among them.
+MYPY_CACHE_DAYS = 14
 
 
 def work_tree() -> pathlib.Path:
@@ -82,9 +88,15 @@ def import_linter(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
 
 def mypy(root: pathlib.Path, _tool: str, _fix: bool) -> list[str]:
     """Types of Python files."""
-    cache = os.environ.get("MESHNET_CACHE")
-    options = [f"--config-file={root / 'pyproject.toml'}"]
-    options.append(f"--cache-dir={pathlib.Path(cache) / 'mypy' if cache else os.devnull}")
+    cache = os.devnull
+    if folder := os.environ.get("MESHNET_CACHE"):
+        # One for each work tree: two that check at once would spoil each other's.
+        trees = pathlib.Path(folder) / "mypy"
+        cache = str(trees / hashlib.sha256(os.fsencode(root)).hexdigest()[:16])
+        for left in trees.glob("*"):
+            if left.is_dir() and time.time() - left.stat().st_mtime > MYPY_CACHE_DAYS * 86400:
+                shutil.rmtree(left, ignore_errors=True)
+    options = [f"--config-file={root / 'pyproject.toml'}", f"--cache-dir={cache}"]
     return [sys.executable, "-m", "mypy", *options, *tracked(root, PYTHON)]
 
 
