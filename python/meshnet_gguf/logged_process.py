@@ -41,12 +41,12 @@ async def start_logged(
 
 
 def _record(line: str) -> dict[str, object] | None:
-    """A line that is a JSON object; None for any other."""
+    """A line that is an event as JSON; None for any other, such as an answer on stdout."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and "event" in record else None
 
 
 class LoggedProcess:
