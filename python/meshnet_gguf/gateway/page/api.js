@@ -38,14 +38,15 @@ export async function request(path, options = {}) {
   throw new Refusal(error.code ?? `HTTP_${answer.status}`, error.message ?? answer.statusText);
 }
 
-// The data of the server-sent events of an answer. Throws Refusal for an event with an error.
+// The data of the server-sent events of an answer. Throws Refusal for an event with an error, and Error for an answer that
+// stops without having said that this is its end.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) return;
+      if (done) throw new Error("the answer stopped before its end");
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {

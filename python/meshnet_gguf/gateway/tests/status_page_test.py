@@ -33,7 +33,7 @@ from meshnet_gguf.status import (
 from meshnet_gguf.testing.browser import open_browser
 from meshnet_gguf.testing.gateway import fake_gateway
 from meshnet_gguf.testing.page_mesh import MODEL, PageMesh, page_mesh
-from playwright.async_api import Browser, ConsoleMessage, Page, Request, expect
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, Route, expect
 
 END = 120.0  # seconds after which a test that hangs is given up
 WAIT = 60_000.0  # the same for one condition, in milliseconds
@@ -350,8 +350,28 @@ async def test_a_conversation_with_the_keyboard_alone(browser: Browser, mesh: Pa
         assert await page.evaluate("localStorage.length + sessionStorage.length") == 0
 
 
+async def test_an_answer_that_just_stops_is_no_whole_one(browser: Browser, mesh: PageMesh) -> None:
+    async def cut(route: Route) -> None:
+        event = {"choices": [{"delta": {"content": "The sea is"}}]}
+        await route.fulfill(body=f"data: {json.dumps(event)}\n\n", content_type="text/event-stream")
+
+    async with asyncio.timeout(END), opened(browser, mesh.url) as page:
+        await page.route("**/v1/chat/completions", cut)
+        await page.get_by_label("Message").fill("Tell me of the sea.")
+        await page.get_by_label("Message").press("Enter")
+        await expect(page.locator(".turn.assistant")).to_contain_text("The sea is")
+        await expect(page.locator(".turn .failure")).to_have_text("The gateway does not answer.")
+
+
+async def without_end(route: Route) -> None:
+    """Asks for an answer that does not end by itself, which one from random numbers may."""
+    asked = json.loads(route.request.post_data or "")
+    await route.continue_(post_data=json.dumps({**asked, "ignore_eos": True}))
+
+
 async def test_a_killed_stage_and_its_return(browser: Browser, mesh: PageMesh) -> None:
     async with asyncio.timeout(END), opened(browser, mesh.url) as page:
+        await page.route("**/v1/chat/completions", without_end)
         box = page.locator(".picture g:has(.box)").nth(1)
         await expect(box).to_contain_text("Ready")
         await page.get_by_label("Message").fill("Tell me of the sea.")
