@@ -36,9 +36,9 @@ _OUTSIDE = """
 """
 _INSIDE = """
     for place in etc opt usr/local var/cache var/lib var/log; do
-        mkdir -p "$folder/upper/$place" "$folder/work/$place"
+        mkdir -p "$folder/upper/$place" "$folder/spare/$place"
         mount -t overlay "$place" "/$place" \
-            -o "lowerdir=/$place,upperdir=$folder/upper/$place,workdir=$folder/work/$place"
+            -o "lowerdir=/$place,upperdir=$folder/upper/$place,workdir=$folder/spare/$place"
     done
     mount -t tmpfs run /run
     mount -t proc proc /proc
