@@ -9,6 +9,7 @@ A comment stands before every block:
     <!-- run: on both -->                     on one machine after the other
     <!-- run: fails, says "MISMATCH" -->      it ends with another exit code than 0
     <!-- run: alone -->                       what still runs is ended first
+    <!-- run by //a:b_test: says "x" -->      that test runs it, not the document's reader
     <!-- output -->                           what the block before it says, numbers aside
     <!-- checked: WHY -->                     no test can run it: what it names must exist
     <!-- unit: NAME.service -->               a systemd unit
@@ -21,14 +22,22 @@ Blocks are fenced or indented. Pictures (mermaid) need no comment.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["TREATMENTS", "Block", "blocks_of", "commands_of", "targets_of"]
+__all__ = [
+    "TREATMENTS",
+    "Block",
+    "blocks_for_this_test",
+    "blocks_of",
+    "commands_of",
+    "targets_of",
+]
 
-TREATMENTS = ("run", "output", "checked", "unit", "yaml", "bazelrc", "shown")
-_COMMENT = re.compile(rf"<!-- ({'|'.join(TREATMENTS)})(?:: (.*))? -->")
+TREATMENTS = ("run", "run by", "output", "checked", "unit", "yaml", "bazelrc", "shown")
+_COMMENT = re.compile(rf"<!-- ({'|'.join(TREATMENTS)})(?: (//[\w/]*:\w+))?(?:: (.*))? -->")
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Block:
     text: str
     treatment: str  # one of TREATMENTS; empty: nobody has said
     detail: str = ""
+    test: str = ""  # the target after `run by`
 
     @property
     def until(self) -> str:
@@ -75,30 +85,38 @@ class Block:
 
 def blocks_of(document: str) -> Iterator[Block]:
     """The blocks of a document, in their order."""
-    treatment = detail = ""
+    treatment = detail = test = ""
     lines = document.split("\n")
     number = 0
     while number < len(lines):
         line = lines[number]
         comment = _COMMENT.fullmatch(line)
         if comment is not None:
-            treatment, detail = comment.group(1), comment.group(2) or ""
+            treatment, test, detail = (group or "" for group in comment.groups())
         elif line.startswith("```"):
             end = lines.index("```", number + 1)
             text = "\n".join(lines[number + 1 : end]) + "\n"
             if treatment or line != "```mermaid":
-                yield Block(number + 1, line[3:], text, treatment, detail)
-            treatment, detail, number = "", "", end
+                yield Block(number + 1, line[3:], text, treatment, detail, test)
+            treatment, detail, test, number = "", "", "", end
         elif line.startswith("    ") and not (number and _in_a_list(lines[:number])):
             end = number
             while end < len(lines) and lines[end].startswith("    "):
                 end += 1
             text = "".join(f"{each[4:]}\n" for each in lines[number:end])
-            yield Block(number + 1, "sh", text, treatment, detail)
-            treatment, detail, number = "", "", end - 1
+            yield Block(number + 1, "sh", text, treatment, detail, test)
+            treatment, detail, test, number = "", "", "", end - 1
         elif line.strip():
-            treatment = detail = ""
+            treatment = detail = test = ""
         number += 1
+
+
+def blocks_for_this_test(document: str) -> list[Block]:
+    """The blocks that a document leaves to the running test: at least one."""
+    test = os.environ["TEST_TARGET"].lstrip("@")
+    found = [block for block in blocks_of(document) if block.test == test]
+    assert found, f"no block of the document says: run by {test}"
+    return found
 
 
 def _in_a_list(above: list[str]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from meshnet_gguf.cli.commands import describe
 
-from tests.docs.blocks import TREATMENTS, Block, blocks_of, commands_of
+from tests.docs.blocks import TREATMENTS, Block, blocks_for_this_test, blocks_of, commands_of
 
 DOCUMENTS = {path: pathlib.Path(path) for path in os.environ["DOCUMENTS"].split()}
 # Target -> the program, for those whose flags are looked at.
@@ -19,6 +19,7 @@ PROGRAMS = dict(pair.split("=") for pair in os.environ["PROGRAMS"].split())
 MESHNET = PROGRAMS["//:meshnet"]
 CONFIGS = set(re.findall(r"^\w+:(\w+)", pathlib.Path(".bazelrc").read_text(), re.MULTILINE))
 RUN = set(os.environ["RUN"].split())
+RUN_BY = set(os.environ["RUN_BY"].split())
 # Tools of the work tree, which tree_test asks, and programs of others.
 OTHERS = {
     *("apt-get", "cd", "createdb", "createuser", "export", "git", "install", "journalctl"),
@@ -54,6 +55,16 @@ def test_a_block_that_nobody_treats_is_found() -> None:
     assert (third.language, third.treatment) == ("yaml", "")
 
 
+def test_a_test_finds_the_blocks_that_it_is_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<!-- run by //a/b:c_test: fails -->\n\n    d\n\n<!-- run -->\n\n    e\n"
+    monkeypatch.setenv("TEST_TARGET", "//a/b:c_test")
+    [block] = blocks_for_this_test(text)
+    assert (block.text, block.treatment, block.fails) == ("d\n", "run by", True)
+    monkeypatch.setenv("TEST_TARGET", "//a/b:other_test")
+    with pytest.raises(AssertionError, match="run by //a/b:other_test"):
+        blocks_for_this_test(text)
+
+
 def test_few_blocks_are_not_run() -> None:
     checked = [f"{name}:{block.line} {block.detail}" for name, block in treated("checked")]
     assert len(checked) == CHECKED, "\n".join(checked)
@@ -62,6 +73,18 @@ def test_few_blocks_are_not_run() -> None:
 def test_documents_that_want_to_be_run_are() -> None:
     wanted = {name for name, _ in treated("run") + treated("output")}
     assert wanted == RUN
+
+
+def test_blocks_of_other_tests_reach_them() -> None:
+    found = treated("run by")
+    assert {block.test for _, block in found} == RUN_BY
+    for name, block in found:
+        package, _, test = block.test.removeprefix("//").partition(":")
+        targets = pathlib.Path(package, "BUILD.bazel").read_text()
+        rules = re.findall(r"^\w+\(\n.*?^\)", targets, re.MULTILINE | re.DOTALL)
+        [rule] = [rule for rule in rules if f'\n    name = "{test}",\n' in rule]
+        for wanted in (pathlib.Path(name).name, "//tests/docs:blocks"):
+            assert wanted in rule, f"{name}:{block.line}: {block.test} does not have {wanted}"
 
 
 # ---- Commands that are not run ----
