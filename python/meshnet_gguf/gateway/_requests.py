@@ -1,21 +1,26 @@
 """What clients may ask for: OpenAI's request bodies, checked before anything is done with them.
 
 A field that OpenAI's API knows and that changes nothing here (`user`, `metadata`, ...) is taken
-and ignored. One that would change the answer and that is not supported is FEATURE_UNSUPPORTED, one
-that nobody knows is UNKNOWN_FIELD; anything else that is wrong is FIELD_OUT_OF_BOUNDS.
+and ignored. One that would change the answer and that is not supported is FEATURE_UNSUPPORTED
+unless it is null, one that nobody knows is UNKNOWN_FIELD; anything else that is wrong is
+FIELD_OUT_OF_BOUNDS.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = [
     "ChatRequest",
@@ -35,6 +40,8 @@ _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 _MAX_SEED = 2**32
 _MAX_DEPTH = 128
+# Of a name that the client made up, as much as tells which it is.
+_SHOWN_NAME = 64
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 ShortText = Annotated[str, Field(max_length=256)]
@@ -74,6 +81,9 @@ def _shallow_object(text: str) -> str:
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+# Of OpenAI's API, but not served here: only null is taken, which clients send that leave nothing
+# out.
+Unsupported: TypeAlias = None
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -113,6 +123,10 @@ class Message(_Body):
     tool_call_id: ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    # An answer comes back with all that OpenAI's client knows of one.
+    annotations: list[Any] | None = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
 
     @property
     def text(self) -> str:
@@ -170,7 +184,7 @@ class ResponseFormat(_Body):
 class StreamOptions(_Body):
     """What a stream carries besides the answer."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -179,7 +193,7 @@ class SamplingRequest(_Body):
 
     model: ShortText
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -245,6 +259,12 @@ class ChatRequest(SamplingRequest):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     modalities: list[Literal["text"]] | None = None
+    # Makes answers come sooner elsewhere; they are the same without it.
+    prediction: dict[str, Any] | None = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    web_search_options: Unsupported = None
 
     @property
     def with_tools(self) -> bool:
@@ -293,12 +313,12 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
     """The request in a body.
 
     Raises RequestError: MALFORMED_MESSAGE for what is no JSON object, UNKNOWN_FIELD,
-    FEATURE_UNSUPPORTED for content that is no text, FIELD_OUT_OF_BOUNDS.
+    FEATURE_UNSUPPORTED for what is not served here, such as pictures, FIELD_OUT_OF_BOUNDS.
     """
     try:
-        value = json.loads(body)
+        # Of bytes, json.loads() would take halves of characters as well.
+        value = json.loads(body.decode("utf-8-sig"))
         if b"\\ud" in body.lower():
-            # Halves of characters, which are no text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(
@@ -313,43 +333,66 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         # A number in quotes or a flag for a number is a mistake, not a number.
         return kind.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
-        raise _refusal(error) from error
+        faults = error.errors(include_url=False, include_context=False)
+        raise _refusal([_Fault.of(fault, value) for fault in faults]) from error
 
 
-def _refusal(error: pydantic.ValidationError) -> RequestError:
-    faults = error.errors(include_url=False, include_context=False)
-    # First what no field that is left away would mend, then fields that nobody knows.
-    other_parts = [fault for fault in faults if _is_other_part(fault)]
-    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
-    fault = (other_parts or unknown or faults)[0]
-    # The names of alternatives stand in the path as well; what the client wrote does not hold them.
-    place = ".".join(
-        str(part)
-        for part in fault["loc"]
-        if isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
-    )
-    got = _shortened(fault["input"])
-    if fault["type"] == "extra_forbidden":
-        return RequestError(
-            errors_pb2.REASON_UNKNOWN_FIELD,
-            f"{place} is no field that this server knows; leave it away",
-            place,
-        )
-    if other_parts:
-        return RequestError(
-            errors_pb2.REASON_FEATURE_UNSUPPORTED,
-            f"{place}: expected text as content, got {got}; this server reads text only",
-            place,
-        )
-    return RequestError(
-        errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, f"{place}: {fault['msg']}, got {got}", place
-    )
+@dataclass(frozen=True)
+class _Fault:
+    """What is wrong in a body, and where: `place` are the names and numbers on the way to it."""
+
+    kind: str
+    place: tuple[str, ...]
+    message: str
+    value: object
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any], body: object) -> Self:
+        """What pydantic found in `body`."""
+        place, value = [], body
+        for part in details["loc"]:
+            # Its places also name the alternative that did not fit; what the client wrote does not.
+            if (isinstance(value, list) and isinstance(part, int)) or (
+                isinstance(value, dict) and part in value
+            ):
+                value = value[part]
+            elif details["type"] != "missing" or part != details["loc"][-1]:
+                continue
+            place.append(str(part)[:_SHOWN_NAME])
+        return cls(details["type"], tuple(place), details["msg"], details["input"])
+
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether it is of OpenAI's API, but not served here."""
+        of_a_kind = self.place[-1:] == ("type",) and isinstance(self.value, str)
+        return self.kind == "none_required" or (self.kind == "literal_error" and of_a_kind)
+
+    @property
+    def closeness(self) -> tuple[bool, bool, int, bool]:
+        """How well it says what to mend: of alternatives, the one that the client meant."""
+        # First what no field that is left away would mend, then fields that nobody knows.
+        unknown = self.kind == "extra_forbidden"
+        of_another_type = self.kind.endswith("_type")
+        return self.is_unsupported, unknown, len(self.place), not of_another_type
 
 
-def _is_other_part(fault: Mapping[str, Any]) -> bool:
-    """Whether it is a part of a message's content that is no text, such as an image."""
-    is_part = isinstance(fault["input"], str) and "content" in fault["loc"]
-    return fault["type"] == "literal_error" and is_part and fault["loc"][-1] == "type"
+def _refusal(faults: Sequence[_Fault]) -> RequestError:
+    fault = max(faults, key=lambda each: each.closeness)
+    place, got = ".".join(fault.place), _shortened(fault.value)
+    if fault.kind == "none_required":
+        reason, said = errors_pb2.REASON_FEATURE_UNSUPPORTED, " is not served here; leave it away"
+    elif fault.is_unsupported and "content" in fault.place:
+        reason = errors_pb2.REASON_FEATURE_UNSUPPORTED
+        said = f": expected text as content, got {got}; this server reads text only"
+    elif fault.is_unsupported:
+        reason = errors_pb2.REASON_FEATURE_UNSUPPORTED
+        said = f": {fault.message}, got {got}; nothing else is served here"
+    elif fault.kind == "extra_forbidden":
+        reason = errors_pb2.REASON_UNKNOWN_FIELD
+        said = " is no field that this server knows; leave it away"
+    else:
+        reason, said = errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, f": {fault.message}, got {got}"
+    return RequestError(reason, place + said, place)
 
 
 def _shortened(value: object) -> str:

@@ -47,6 +47,8 @@ __all__ = ["Answering", "Serving"]
 
 # What a model has said so far counts for OpenAI's penalties, as far as the sampler looks back.
 _PENALTY_TOKENS = 4096
+# For OpenAI 0 is a share, of the likeliest token alone; the sampler's has to be greater.
+_LEAST_TOP_P = 1e-6
 _QUEUED_PIECES = 64
 # No vocabulary has tokens that are longer on average: what is no prompt for the context in any case
 # is not worth a tokenizer's time, which others wait for.
@@ -577,7 +579,7 @@ def _sampling(request: ChatRequest | CompletionRequest, vocabulary_size: int) ->
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=min(request.top_k, vocabulary_size),
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=1.0 if request.top_p is None else max(request.top_p, _LEAST_TOP_P),
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -660,7 +662,8 @@ def _form(request: ChatRequest | CompletionRequest, model: str, jobs: Sequence[_
     random = os.urandom(12).hex()
     created = int(time.time())
     options: dict[str, Any] = {
-        "with_usage": request.stream_options is not None and request.stream_options.include_usage,
+        "with_usage": request.stream_options is not None
+        and bool(request.stream_options.include_usage),
         "with_logprobs": jobs[0].sampling.logprobs,
     }
     if isinstance(request, ChatRequest):

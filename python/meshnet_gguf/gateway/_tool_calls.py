@@ -299,9 +299,14 @@ class ToolRun:
             name = chosen
             self._token_ids += tape[0].token_ids
             self._token_ids += await self._tokenize(use.form.forced().until_arguments(use.call_id))
-        yield CallBegun(0, use.call_id, name)
-        async for arguments in self._constrained(name, 0):
-            yield arguments
+        call = CallBegun(0, use.call_id, name)
+        if self._begun:
+            yield call
+        async for step in self._constrained(name, 0):
+            yield step
+            if isinstance(step, Begun):
+                # Not earlier: until then it may still be refused.
+                yield call
 
     async def _constrained(
         self, name: str, index: int

@@ -269,6 +269,7 @@ async def test_the_second_client_works_too(gateway: FakeGateway) -> None:
     [
         ({"temperature": 0.2}, {"temperature": 0.2}),
         ({"top_p": 0.2}, {"top_p": 0.2}),
+        ({"top_p": 0}, {"temperature": 0.0}),
         ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
         ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
         ({"logit_bias": {"97": 100, "98": 100}}, {"logit_bias": {97: 100.0, 98: 100.0}}),
@@ -332,6 +333,29 @@ async def test_forms_that_cannot_be_kept_to_are_refused(gateway: FakeGateway) ->
             await chat(gateway, response_format=form)
         assert caught.value.code == code
     assert await text_of(gateway) == await text_of(gateway)
+
+
+async def test_an_answer_may_come_back_as_it_is(gateway: FakeGateway) -> None:
+    """With all its fields, also those that it has no value for."""
+    answer = (await chat(gateway)).choices[0].message
+    talk = [*HELLO, answer.model_dump(), *HELLO]
+    assert talk[1]["function_call"] is None
+    named = [*HELLO, {"role": "assistant", "content": answer.content}, *HELLO]
+    assert await text_of(gateway, messages=talk) == await text_of(gateway, messages=named)
+
+
+async def test_fields_that_change_nothing_are_taken(gateway: FakeGateway) -> None:
+    ignored: dict[str, Any] = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "prediction": {"type": "content", "content": "abc"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "extra_body": {"functions": None, "audio": None, "stream_options": None},
+    }
+    assert await text_of(gateway, **ignored) == await text_of(gateway)
 
 
 async def test_what_is_not_supported_says_so(gateway: FakeGateway) -> None:

@@ -22,6 +22,7 @@ HELLO: dict[str, Any] = {
     "max_tokens": 2,
 }
 SLOW = ("--fake_delay=3ms", "--context_tokens=100000")
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -104,7 +105,7 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
         ),
         ({"temperature": 2.5}, "FIELD_OUT_OF_BOUNDS", "temperature"),
         ({"temperature": float("nan")}, "FIELD_OUT_OF_BOUNDS", "temperature"),
-        ({"top_p": 0}, "FIELD_OUT_OF_BOUNDS", "top_p"),
+        ({"top_p": -0.1}, "FIELD_OUT_OF_BOUNDS", "top_p"),
         ({"n": 0}, "FIELD_OUT_OF_BOUNDS", "n"),
         ({"n": 9}, "FIELD_OUT_OF_BOUNDS", "n"),
         ({"n": "2"}, "FIELD_OUT_OF_BOUNDS", "n"),
@@ -123,7 +124,30 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
             "chat_template_kwargs",
         ),
         ({"stream_options": {"include_usage": True}}, "FIELD_OUT_OF_BOUNDS", "stream_options"),
+        ({"stop": ["a", 5]}, "FIELD_OUT_OF_BOUNDS", "stop.1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "FIELD_OUT_OF_BOUNDS",
+            "messages.0.content.0.text",
+        ),
+        ({"logit_bias": {"5": 101}}, "FIELD_OUT_OF_BOUNDS", "logit_bias.5"),
         ({"no_such_field": 1}, "UNKNOWN_FIELD", "no_such_field"),
+        ({"no-such-field": 1}, "UNKNOWN_FIELD", "no-such-field"),
+        ({"str": 1}, "UNKNOWN_FIELD", "str"),
+        ({"a" * 500: 1}, "UNKNOWN_FIELD", "a" * 64),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
+            "UNKNOWN_FIELD",
+            "tool_choice.name",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}},
+            "FEATURE_UNSUPPORTED",
+            "tool_choice.type",
+        ),
+        ({"tools": [{"type": "custom"}]}, "FEATURE_UNSUPPORTED", "tools.0.type"),
+        ({"functions": [{"name": "f"}]}, "FEATURE_UNSUPPORTED", "functions"),
+        ({"web_search_options": {}}, "FEATURE_UNSUPPORTED", "web_search_options"),
         ({"model": "other"}, "NOT_SERVED", "model"),
     ],
 )
@@ -140,7 +164,18 @@ async def test_a_wrong_field_is_named(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"null", b"{", b"\xff", b'{"a":' * 50_000, b'{"model": "\\ud800"}'],
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b"\xff",
+        b'{"a":' * 50_000,
+        # Half a character, and half a character in an encoding that is not JSON's.
+        b'{"model": "\\ud800"}',
+        b'{"model": "\xed\xa0\x80"}',
+        '{"model": "\\ud800"}'.encode("utf-16"),
+    ],
 )
 async def test_what_is_no_json_object_is_malformed(http: httpx.AsyncClient, body: bytes) -> None:
     answer = await http.post(CHAT, content=body, headers={"content-type": "application/json"})

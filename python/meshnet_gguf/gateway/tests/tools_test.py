@@ -94,9 +94,10 @@ async def test_a_call_that_is_demanded_is_one_by_its_schema(
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-async def test_a_streamed_call_is_the_same(gateway: FakeGateway) -> None:
-    whole = await ask(gateway, tool_choice="required")
-    stream = await ask(gateway, tool_choice="required", stream=True)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_a_streamed_call_is_the_same(gateway: FakeGateway, choice: Any) -> None:
+    whole = await ask(gateway, tool_choice=choice)
+    stream = await ask(gateway, tool_choice=choice, stream=True)
     chunks = [chunk async for chunk in stream]
     parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
     assert [part.index for part in parts] == [0] * len(parts)
@@ -104,6 +105,7 @@ async def test_a_streamed_call_is_the_same(gateway: FakeGateway) -> None:
     assert [part.function.name for part in parts if part.id] == [expected.function.name]
     assert "".join(part.function.arguments or "" for part in parts) == expected.function.arguments
     assert len(parts) > 5
+    assert chunks[0].choices[0].delta.role == "assistant"
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
@@ -326,7 +328,8 @@ async def test_a_schema_that_cannot_be_held_to_is_refused_where_it_must_be(
 ) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
     odd = [{"type": "function", "function": {"name": "odd", "parameters": schema}}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        await ask(gateway, tools=odd, tool_choice="required")
-    assert caught.value.code == "GRAMMAR_INVALID"
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(gateway, tools=odd, tool_choice="required", stream=stream)
+        assert caught.value.code == "GRAMMAR_INVALID"
     assert await ask(gateway, tools=odd, max_tokens=2)
