@@ -1,37 +1,45 @@
-"""The whole benchmark on the real model with tiny counts: is what it writes well-formed?"""
+"""What README.md says of the benchmark, on the real model with tiny counts: is it so?"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
-import subprocess
+import re
 import xml.etree.ElementTree as ET
 
-HERE = pathlib.Path(__file__).absolute().parent
+import pytest
+from meshnet_gguf.testing.pinned_storage import provide_model
+
+from benchmarks.readme import commands, run
+
+MODEL = pathlib.Path(os.environ["SMOLLM2"]).absolute()
+WHOLE, QUICK, HELP = commands()
+TINY = (
+    # More threads than free cores wait for each other, and a test must end on a busy machine.
+    "--threads=1",
+    "--prompt_tokens=32",
+    "--session_prompt_tokens=8",
+    "--decode_tokens=8",
+)
 
 
-def test_a_tiny_run_writes_every_row_and_a_picture(tmp_path: pathlib.Path) -> None:
-    model = os.environ.get("MESHNET_MODEL") or next(
-        str(path) for path in HERE.parent.parent.rglob("SmolLM2-135M-Instruct.Q4_1.gguf")
-    )
-    target = tmp_path / "out" / "results.json"
-    command = [
-        *(os.environ.get("MESHNET_DENSE", str(HERE / "dense")).split()),
-        f"--model={model}",
-        f"--json={target}",
-        "--repeats=1",
-        # More threads than free cores wait for each other, and a test must end on a busy machine.
-        "--threads=1",
-        "--rtt_ms=0,10",
-        "--sessions=1,2",
-        "--prompt_tokens=32",
-        "--session_prompt_tokens=8",
-        "--decode_tokens=8",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("storage")
+    asyncio.run(provide_model(folder, "smollm2", MODEL))
+    return str(folder)
+
+
+def test_a_tiny_run_writes_every_row_and_a_picture(tmp_path: pathlib.Path, storage: str) -> None:
+    fewer = ("--repeats=1", "--rtt_ms=0,10", "--sessions=1,2", "--check")
+    done = run(WHOLE, tmp_path, *TINY, *fewer, MESHNET_STORAGE=storage)
+    target = tmp_path / "results.json"
     results = json.loads(target.read_text("utf-8"))
+    verdicts = [bar["verdict"] for bar in results["bars"]]
+    assert done.returncode == (3 if "missed" in verdicts else 0), done.stderr
+    assert {"machine", "plan", "rpc_tuning", "chain", "bars", "rows"} <= set(results)
 
     rows = {(row["system"], row["rtt_ms"], row["sessions"]): row for row in results["rows"]}
     far = [
@@ -61,12 +69,22 @@ def test_a_tiny_run_writes_every_row_and_a_picture(tmp_path: pathlib.Path) -> No
         else:
             # The logits alone are 49152 x 4 bytes.
             assert seam > 196_608
-    assert {bar["verdict"] for bar in results["bars"]} <= {"met", "missed", "not measured"}
-    assert len(results["bars"]) == 8
+    assert set(verdicts) <= {"met", "missed", "not measured"}
+    assert len(verdicts) == 8
     ET.fromstring(target.with_suffix(".svg").read_text("utf-8"))
 
 
-def test_help_shows_an_example() -> None:
-    command = [*(os.environ.get("MESHNET_DENSE", str(HERE / "dense")).split()), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "tools/bazel run //benchmarks:dense -- --json results.json" in done.stdout
+def test_quick_takes_fewer_settings(tmp_path: pathlib.Path, storage: str) -> None:
+    done = run(QUICK, tmp_path, *TINY, "--filter=whole", "--check", MESHNET_STORAGE=storage)
+    # Nothing to compare with: no bar is missed.
+    assert done.returncode == 0, done.stderr
+    settings = re.findall(r"^(\S+) +(\d+) +(\d+) +[\d.]+ +[\d.]+ ", done.stdout, re.MULTILINE)
+    assert settings == [("whole", "0", "1"), ("whole", "0", "4")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_the_commands(tmp_path: pathlib.Path) -> None:
+    done = run(HELP, tmp_path)
+    assert done.returncode == 0
+    for command in (WHOLE, QUICK):
+        assert f"    {' '.join(command)}\n" in done.stdout

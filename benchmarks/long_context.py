@@ -1,6 +1,6 @@
 """Measures long contexts over a chain of workers, and checks them against the whole model.
 
-    tools/bazel run //benchmarks:long_context -- --json results.json
+    tools/bazel run //benchmarks:long_context -- --json long.json
     tools/bazel run //benchmarks:long_context -- --model V4.gguf --stages 4
 
 Lengths, chunk and number of decoded tokens are fixed beforehand, in benchmarks/long_context.json.
@@ -39,6 +39,7 @@ _MODEL = flags.DEFINE_string("model", None, "GGUF file; default: the small DeepS
 _STAGES = flags.DEFINE_integer(
     "stages", None, "Workers of the chain; default: as fixed", lower_bound=1
 )
+_QUICK = flags.DEFINE_bool("quick", False, "See that it works, with two short prompts")
 _THREADS = flags.DEFINE_integer("threads", 0, "Threads of every worker; 0 = the cores' share")
 
 _HERE = pathlib.Path(__file__).parent
@@ -48,6 +49,17 @@ _MIB = 1024 * 1024
 
 def _say(message: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
+
+
+def _quick(plan: Plan) -> Plan:
+    """Prompts longer than a chunk, decoded over the end of a block, as in the plan itself."""
+    return dataclasses.replace(
+        plan,
+        prompt_tokens=(260, 600),
+        decode_tokens=136,
+        compared_logit_rows=8,
+        cancellations=1,
+    )
 
 
 def picture(results: dict[str, Any]) -> str:
@@ -113,6 +125,8 @@ def main(argv: Sequence[str]) -> int:
     model = (here / _MODEL.value).absolute() if _MODEL.value else _FIXTURE
     try:
         plan = Plan.load(_HERE / "long_context.json")
+        if _QUICK.value:
+            plan = _quick(plan)
         measured = asyncio.run(
             measure(model, plan, stages=_STAGES.value, threads=_THREADS.value, say=_say)
         )
@@ -125,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
         "model": model.stem,
         "evidence": "dark" if _MODEL.value else "fixture",
         "machine": machine_facts(),
+        "quick": _QUICK.value,
         "plan": dataclasses.asdict(plan),
         **measured,
     }

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "TREATMENTS",
     "Block",
+    "as_built",
     "blocks_for_this_test",
     "blocks_of",
     "commands_of",
@@ -138,6 +139,13 @@ def commands_of(text: str) -> Iterator[list[str]]:
         for command in re.split(r"\s+(?:&&|\|)\s+", bare):
             if command and not re.fullmatch(r"[A-Z]=\S+", command):
                 yield command.split()
+
+
+def as_built(words: Sequence[str], target: str, program: Sequence[str]) -> list[str]:
+    """A command with the program that it lets Bazel build and run, and what goes to that."""
+    start = ["tools/bazel", "run", target, "--"]
+    assert list(words[:4]) == start, f"expected {' '.join(start)}, got {' '.join(words)}"
+    return [*program, *words[4:]]
 
 
 def targets_of(words: list[str]) -> list[str]:

@@ -10,9 +10,7 @@ import pathlib
 import sys
 import time
 
-from meshnet_gguf.models import pinned_models
-from meshnet_gguf.provision import provision
-from meshnet_gguf.sources import FolderSource
+from meshnet_gguf.testing.pinned_storage import provide_model
 
 from tests.docs.blocks import blocks_of
 from tests.docs.network import enter_network
@@ -65,17 +63,8 @@ def programs(folder: pathlib.Path) -> Programs:
     )
 
 
-async def provide(storage: pathlib.Path) -> None:
-    """Puts the pinned model where the commands look for it, so that none has to fetch it."""
-    manifest = pinned_models()["smollm2"].manifest
-    [file] = manifest.files
-    (storage / "from").mkdir(parents=True)
-    (storage / "from" / file.name).symlink_to(MODEL)
-    await provision(manifest, [FolderSource(storage / "from")], storage / "models")
-
-
 async def test_all_that_the_documents_say(tmp_path: pathlib.Path) -> None:
-    await provide(tmp_path / "storage")
+    await provide_model(tmp_path / "storage", "smollm2", MODEL)
     reader = Reader(
         tmp_path,
         programs(tmp_path),
