@@ -49,9 +49,11 @@ _STATUS_OF_REASONS: dict[int, int] = {
     # Coming again later does not make a grammar cheaper.
     errors_pb2.REASON_GRAMMAR_TOO_COSTLY: 400,
 }
-# What the gateway's own refusals may say instead: the body came too late, another host or method.
+# What the gateway's own refusals may say instead: the body came too late, the headers are too long,
+# another host or method.
 _MORE_STATUSES: dict[int, tuple[int, ...]] = {
     errors_pb2.REASON_DEADLINE_EXCEEDED: (408,),
+    errors_pb2.REASON_FRAME_TOO_LARGE: (431,),
     errors_pb2.REASON_NOT_SERVED: (403, 405),
 }
 # What clients are told of failures that are not theirs. What the workers, or gRPC, say of them

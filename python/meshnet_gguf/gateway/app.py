@@ -478,7 +478,9 @@ async def _http_error(_: Request, error: Exception) -> Response:
         f"expected a path and method of OpenAI's API that is served here (HTTP {status})",
         status=405 if status == 405 else 0,
     )
-    return JSONResponse(error_body(refusal), http_status(refusal))
+    # Which methods there are.
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(error_body(refusal), http_status(refusal), headers)
 
 
 class GatewayApp(Starlette):

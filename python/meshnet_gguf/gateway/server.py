@@ -20,6 +20,7 @@ from meshnet.errors import ControlError
 from meshnet.transport import KeyFiles, check_listen, server_context
 
 from meshnet_gguf.errors import MeshnetError, from_control_error
+from meshnet_gguf.gateway._http_protocol import HttpConfig
 from meshnet_gguf.gateway.app import GatewayApp
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -87,16 +88,24 @@ class GatewayServer:
     """Serves an application while the block runs.
 
     Leaving the block lets answers under way go on for `drain_seconds`, and closes the application.
+    A connection that says nothing, or no whole head of a request, for `head_seconds` is closed.
     """
 
-    def __init__(self, app: GatewayApp, listener: Listener, *, drain_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        app: GatewayApp,
+        listener: Listener,
+        *,
+        drain_seconds: float = 5.0,
+        head_seconds: float = 30.0,
+    ) -> None:
         self.url = listener.url
         self._app = app
         self._socket = listener.socket
         tls = listener.tls
-        config = uvicorn.Config(
+        config = HttpConfig(
             app,
-            http="httptools",
+            head_seconds=head_seconds,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -255,6 +255,7 @@ async def test_other_paths_and_methods_are_errors_in_the_same_form(
     for answer in (await http.get("/v1/other"), await http.get(CHAT)):
         assert answer.status_code in (404, 405)
         assert answer.json()["error"]["code"] == "NOT_SERVED"
+    assert answer.headers["allow"] == "POST"
 
 
 async def test_a_long_body_and_a_slow_one_are_refused() -> None:
