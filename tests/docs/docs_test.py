@@ -22,6 +22,7 @@ SMALL_MODEL = pathlib.Path(os.environ["SMALL_MODEL"]).absolute()
 MESHNET, DEMO, WORKER, PUBLISH = (
     pathlib.Path(os.environ[name]).absolute() for name in ("MESHNET", "DEMO", "WORKER", "PUBLISH")
 )
+SMOKE = pathlib.Path("tools/release_smoke").absolute()
 VERSION = os.environ["VERSION"]
 # For this machine's CPU; another's may lie beside it.
 FILES = [path for path in os.environ["RELEASE"].split() if "aarch64" not in path]
@@ -75,6 +76,7 @@ async def test_all_that_the_documents_say(tmp_path: pathlib.Path) -> None:
         },
     )
     # What a reader has been told to copy, or has at hand.
+    (reader.machine("a") / "tools" / SMOKE.name).symlink_to(SMOKE)
     if not any("//release:publish" in document.read_text() for document in DOCUMENTS):
         for machine in "ab":
             for file in RELEASE:

@@ -140,8 +140,11 @@ class Reader:
             path.write_text(f"#!/bin/bash\n{textwrap.dedent(script)}\n")
             path.chmod(0o755)
         for machine in "ab":
-            (folder / machine / "tools").mkdir(parents=True)
-            (folder / machine / "tools" / "bazel").symlink_to(folder / "bin" / "stand_in_bazel")
+            (folder / machine / "tools").mkdir(parents=True, exist_ok=True)
+            bazel = folder / machine / "tools" / "bazel"
+            # A work tree may be there already.
+            if not bazel.exists():
+                bazel.symlink_to(folder / "bin" / "stand_in_bazel")
 
     def machine(self, name: str) -> pathlib.Path:
         """The folder of machine a or b."""

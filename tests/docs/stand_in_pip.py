@@ -2,10 +2,11 @@
 
     stand_in_pip.py VENV install --require-hashes -r requirements.txt
     stand_in_pip.py VENV install --no-deps some.whl
+    stand_in_pip.py VENV check
 
 The packages of a list are those that the test itself was given, in the folders of SITE_PACKAGES:
 each must be there in the very version of the list. With SITE_PACKAGES_COPIED=1 they are copied, for
-who may not see those folders. A wheel is installed by pip itself.
+who may not see those folders. A wheel is installed, and all is checked, by pip itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 
 _COPIED = os.environ.get("SITE_PACKAGES_COPIED") == "1"
+_SILENT = ("--quiet", "--disable-pip-version-check")
 _COMPILE = "from meshnet_gguf.cli.commands import COMMANDS, describe; [*map(describe, COMMANDS)]"
 _LINE = re.compile(r"^([\w.-]+)==(\S+)(?: ; (.*?))? \\$", re.MULTILINE)
 
@@ -61,12 +63,14 @@ def _packages(venv: pathlib.Path, file: pathlib.Path) -> None:
 def main(arguments: list[str]) -> int:
     """Installs; the exit code of pip."""
     venv = pathlib.Path(arguments[0]).absolute()
-    match arguments[1:]:
+    pip = ["/usr/bin/python3", "-m", "pip", f"--python={venv}/bin/python3", "--quiet"]
+    match [word for word in arguments[1:] if word not in _SILENT]:
         case ["install", "--require-hashes", "-r", file]:
             _packages(venv, pathlib.Path(file))
             return 0
+        case ["check"]:
+            return subprocess.run([*pip, "check"], check=False).returncode
         case ["install", "--no-deps", wheel]:
-            pip = ["/usr/bin/python3", "-m", "pip", f"--python={venv}/bin/python3", "--quiet"]
             subprocess.run([*pip, "install", "--no-index", "--no-deps", wheel], check=True)
             if _COPIED:
                 # As pip compiles what it installs; here what the commands import.

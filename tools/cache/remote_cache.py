@@ -128,10 +128,11 @@ def _fetched() -> pathlib.Path:
 
 
 def get_nginx() -> pathlib.Path:
-    """Debian's nginx, unpacked into the cache folder and not installed; what is there will do."""
-    with contextlib.suppress(CacheError):
-        return find_nginx()
+    """Debian's nginx, unpacked into the cache folder and not installed; once is enough."""
     target = _fetched()
+    program = target / "usr/sbin/nginx"
+    if program.exists():
+        return program
     with tempfile.TemporaryDirectory() as folder:
         # apt fetches as a user of its own where it may.
         pathlib.Path(folder).chmod(0o755)
@@ -144,7 +145,7 @@ def get_nginx() -> pathlib.Path:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         subprocess.run(["dpkg-deb", "--extract", package, target], check=True)
-    return target / "usr/sbin/nginx"
+    return program
 
 
 def configuration(
@@ -154,9 +155,13 @@ def configuration(
 
     An upload is received beside its place and renamed into it, so nobody reads half of one.
     """
-    user = pwd.getpwuid(os.getuid()).pw_name
-    # nginx takes no `user` from those who cannot change it.
-    as_user = f"user {user};\n" if os.getuid() == 0 else ""
+    as_user = ""
+    if os.getuid() == 0:
+        # nginx takes this from nobody else.
+        as_user = f"user {pwd.getpwuid(os.getuid()).pw_name};\n"
+        # A sandbox may let nobody set groups, which each process that it starts has to.
+        if pathlib.Path("/proc/self/setgroups").read_text("utf-8") == "deny\n":
+            as_user += "master_process off;\n"
     temporary = "\n".join(
         f"  {kind}_temp_path {run}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -351,7 +356,9 @@ def check(
 
     What it reads was written by a first clone, or is there already (`filled`).
     """
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="meshnet-remote-") as name:
+    # Two clones are much for a /tmp in memory.
+    place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108
+    with tempfile.TemporaryDirectory(dir=place, prefix="meshnet-remote-") as name:
         scratch = pathlib.Path(name)
         with serving(folder or scratch / "cache") as server:
             _check_rights(server)
