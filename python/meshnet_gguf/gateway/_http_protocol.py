@@ -1,11 +1,11 @@
 """HTTP on a connection: uvicorn's protocol, with bounds, and with clients that offer HTTP/2.
 
-    uvicorn.Server(HttpConfig(app, head_seconds=30.0))
+    uvicorn.Server(HttpConfig(app, head_seconds=30.0, read_seconds=120.0))
 
-What uvicorn leaves open: the head of a request may take for ever and be of any size; a body is
-lost where the client offers to upgrade the connection, as Java's own client does with every
-request; and whoever has sent a second request before the answer to the first, and goes away, is
-not missed.
+What uvicorn leaves open: the head of a request may take for ever and be of any size, and so may the
+reading of an answer; a body is lost where the client offers to upgrade the connection, as Java's
+own client does with every request; and whoever has sent a second request before the answer to the
+first, and goes away, is not missed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ class HttpConfig(uvicorn.Config):
     """Configuration of a server that speaks HTTP this way.
 
     The head of a request has to be complete `head_seconds` after the connection, or the head's
-    first byte.
+    first byte. Who does not read an answer for `read_seconds` is gone, as far as we can see.
     """
 
-    def __init__(self, app: ASGIApp, *, head_seconds: float, **options: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, *, head_seconds: float, read_seconds: float, **options: Any
+    ) -> None:
         super().__init__(app, http=_HttpProtocol, timeout_keep_alive=_KEEP_ALIVE_SECONDS, **options)
         self.head_seconds = head_seconds
+        self.read_seconds = read_seconds
 
 
 class _HttpProtocol(HttpToolsProtocol):
@@ -58,6 +61,8 @@ class _HttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._head_seconds = config.head_seconds
         self._head_timer: asyncio.TimerHandle | None = None
+        self._read_seconds = config.read_seconds
+        self._read_timer: asyncio.TimerHandle | None = None
         # Whether a request's body comes, or may come, next.
         self._has_head = False
         # Bytes since there was a part of a body, or the end of a head.
@@ -71,6 +76,7 @@ class _HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
+        self._stop_awaiting_reader()
         # Of several requests uvicorn tells the last one only.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
@@ -109,6 +115,15 @@ class _HttpProtocol(HttpToolsProtocol):
             else:
                 # Whoever does not read does not see the client go, either.
                 self.flow.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # abort(): what close() still wants to send, nobody takes.
+        self._read_timer = self.loop.call_later(self._read_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_awaiting_reader()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -178,3 +193,8 @@ class _HttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_awaiting_reader(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None

@@ -88,7 +88,8 @@ class GatewayServer:
     """Serves an application while the block runs.
 
     Leaving the block lets answers under way go on for `drain_seconds`, and closes the application.
-    A connection that says nothing, or no whole head of a request, for `head_seconds` is closed.
+    A connection that says nothing, or no whole head of a request, for `head_seconds` is closed, and
+    one whose answer is not read for `read_seconds`.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class GatewayServer:
         *,
         drain_seconds: float = 5.0,
         head_seconds: float = 30.0,
+        read_seconds: float = 120.0,
     ) -> None:
         self.url = listener.url
         self._app = app
@@ -106,6 +108,7 @@ class GatewayServer:
         config = HttpConfig(
             app,
             head_seconds=head_seconds,
+            read_seconds=read_seconds,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -59,12 +59,12 @@ async def gateway_over(
     open_within: float = 30.0,
     keep_seconds: float = 0.0,
     tls: KeyFiles | None = None,
-    head_seconds: float = 30.0,
+    **connections: float,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway for one model, whose routes come from `source`.
 
     A route may take `open_within` seconds to agree, more than a gateway gives it by itself:
-    machines that run tests are busy.
+    machines that run tests are busy. `connections` are GatewayServer's bounds of them.
     """
     admission = admission or Admission(max_active=8)
     async with TemplateRenderer() as renderer:
@@ -78,7 +78,7 @@ async def gateway_over(
         app = make_app(serving, options or GatewayOptions(ready_seconds=30))
         with Listener("127.0.0.1:0", tls=tls) as listener:
             async with (
-                GatewayServer(app, listener, head_seconds=head_seconds) as server,
+                GatewayServer(app, listener, **connections) as server,
                 openai.AsyncOpenAI(
                     base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60.0
                 ) as client,

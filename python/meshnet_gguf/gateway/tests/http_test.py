@@ -181,3 +181,18 @@ async def test_who_has_asked_is_served_for_longer() -> None:
                 until = loop.time() + 2 * seconds
                 while answered and loop.time() < until:
                     assert await client.reader.readline()
+
+
+async def test_who_does_not_read_an_answer_frees_every_stage() -> None:
+    async with fake_gateway((), "--context_tokens=100000", read_seconds=0.05) as gateway:
+        async with connection(gateway) as client:
+            # Nothing is read: everything between the two ends is full soon.
+            many = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}
+            await client.send(request(many))
+            while not gateway.admission.active:
+                await asyncio.sleep(0.01)
+            while gateway.admission.active:
+                await asyncio.sleep(0.01)
+            await gateway.fake.wait_idle()
+        metrics = await gateway.fake.route.metrics()
+        assert [stage.sessions_completed for stage in metrics] == [0]
