@@ -26,7 +26,7 @@ OTHERS = {
     *("install.sh", "pip", "python3", "systemctl", "tar"),
 }
 # Whoever adds a block that no test runs changes this number, and a reader sees it.
-CHECKED = 4
+CHECKED = 2
 
 
 def blocks() -> list[tuple[str, Block]]:

@@ -8,8 +8,8 @@
     await reader.end()
     tree.end()
 
-Of our own work tree it has the entry point, what is to be copied, and the configs of .bazelrc that
-are about caches. It is the reader's machine; what Bazel writes lies beside it.
+Of our own work tree it has the entry point, what is to be copied, and some of .bazelrc's configs.
+It is the reader's machine; what Bazel writes lies beside it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _MODULES = (
     *("rules_proto", "rules_python"),
 )
 _UNUSED_MODULES = ("apple_support", "buildozer", "protobuf", "zlib")
+# Which it has of .bazelrc; that of the cpu lane is of use where //platforms:cpu is among the files.
+_CONFIGS = ("cache", "cache_write", "cpu", "real_model")
 _SETTINGS = """
 common --noenable_workspace --lockfile_mode=off
 # It lives for seconds.
@@ -43,6 +45,8 @@ startup --host_jvm_args=-XX:TieredStopAtLevel=1
 # Within the sandbox of the test.
 build --spawn_strategy=local
 build --incompatible_strict_action_env
+build --build_tag_filters=-real_model
+test --test_tag_filters=-real_model --test_output=errors
 """
 
 
@@ -59,8 +63,8 @@ class SmallWorkTree:
         beside.mkdir()
         rc = pathlib.Path(".bazelrc").read_text("utf-8")
         everything = {
-            "MODULE.bazel": 'module(name = "small")\n',
-            ".bazelrc": "\n".join([*_overrides(rc, beside), *_caches(rc), _SETTINGS]),
+            "MODULE.bazel": 'bazel_dep(name = "platforms", version = "0.0.11")\n',
+            ".bazelrc": "\n".join([*_overrides(rc, beside), *_configs(rc), _SETTINGS]),
             ".gitignore": "/bazel-*\n",
             **files,
         }
@@ -68,6 +72,7 @@ class SmallWorkTree:
             path = self.place / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
         for name in ("tools/bazel", *copied):
             path = self.place / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,5 +121,6 @@ def _overrides(rc: str, beside: pathlib.Path) -> list[str]:
     return [f"common --override_module={module}={place}" for module, place in places.items()]
 
 
-def _caches(rc: str) -> list[str]:
-    return re.findall(r"^build:cache(?:_write)? .*$", rc, re.M)
+def _configs(rc: str) -> list[str]:
+    names = "|".join(_CONFIGS)
+    return re.findall(rf"^(?:build|test):(?:{names}) .*$", rc, re.MULTILINE)
