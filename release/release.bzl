@@ -1,7 +1,16 @@
 """Rules of what we hand out.
 
-    load("//release:release.bzl", "licence_texts", "wheel_list")
+    load("//release:release.bzl", "licence_texts", "refusal", "wheel_list")
 """
+
+def _refusal_impl(ctx):
+    fail("there is no release for this platform here: " + ctx.attr.reason)
+
+refusal = rule(
+    implementation = _refusal_impl,
+    attrs = {"reason": attr.string(mandatory = True)},
+    doc = "Fails, and says why, when somebody asks for it.",
+)
 
 def _wheel_list_impl(ctx):
     transitive = []

@@ -9,7 +9,7 @@
     )
 
 An SDK that is not there is no failure of the fetch: its targets exist and are incompatible with every platform, by a
-constraint whose name is the reason. INSTALLED of installed.bzl is False then. So `tools/bazel build --config=LANE //cc/worker` says what is missing.
+constraint whose name is the reason. MISSING of installed.bzl is the reason, empty where the SDK is there. So `tools/bazel build --config=LANE //cc/worker` says what is missing.
 """
 
 def _unavailable(repository_ctx, reason, targets):
@@ -58,7 +58,7 @@ def _sdk_repository_impl(repository_ctx):
         reason = None if repository_ctx.which("xcrun") else "the_metal_sdk_is_part_of_xcode__install_it"
     else:
         reason = "the_metal_sdk_is_part_of_xcode__build_on_macos"
-    repository_ctx.file("installed.bzl", "INSTALLED = %s\n" % (not reason))
+    repository_ctx.file("installed.bzl", "MISSING = %r\n" % (reason or ""))
     if reason:
         _unavailable(repository_ctx, reason, repository_ctx.attr.targets)
     else:
