@@ -31,6 +31,7 @@ __all__ = [
     "Tool",
     "ToolChoice",
     "parse",
+    "schema_text",
 ]
 
 _MAX_MESSAGES = 2048
@@ -40,6 +41,10 @@ _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 _MAX_SEED = 2**32
 _MAX_DEPTH = 128
+# What a worker takes.
+_MAX_SCHEMA_BYTES = 65536
+# Nobody's mistake has more; to look at them all would take a second.
+_MAX_FAULTS = 10_000
 # Of a name that the client made up, as much as tells which it is.
 _SHOWN_NAME = 64
 
@@ -333,8 +338,25 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
         # A number in quotes or a flag for a number is a mistake, not a number.
         return kind.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
+        if error.error_count() > _MAX_FAULTS:
+            raise RequestError(
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                f"expected a request of OpenAI's API, got one with {error.error_count()} faults",
+            ) from error
         faults = error.errors(include_url=False, include_context=False)
         raise _refusal([_Fault.of(fault, value) for fault in faults]) from error
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """A schema as workers take it. Raises RequestError (GRAMMAR_INVALID) for one of a huge size."""
+    text = json.dumps(schema, ensure_ascii=False)
+    if (size := len(text.encode())) > _MAX_SCHEMA_BYTES:
+        raise RequestError(
+            errors_pb2.REASON_GRAMMAR_INVALID,
+            f"expected a JSON schema of at most {_MAX_SCHEMA_BYTES} bytes, got {size}; shorten it",
+            param,
+        )
+    return text
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import time
@@ -32,7 +31,12 @@ from meshnet_gguf.gateway._answers import (
 from meshnet_gguf.gateway._failures import RequestError
 from meshnet_gguf.gateway._generation import Begun, Ended, Piece, pieces_of
 from meshnet_gguf.gateway._prompts import chat_pieces
-from meshnet_gguf.gateway._requests import ChatRequest, CompletionRequest, SamplingRequest
+from meshnet_gguf.gateway._requests import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingRequest,
+    schema_text,
+)
 from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse, check_tools, tool_use
 from meshnet_gguf.gateway._tool_format import GENERIC
 from meshnet_gguf.gateway._tool_parser import CallArguments, CallBegun, Content, ToolEvent
@@ -145,8 +149,9 @@ class Answering:
 
         async def run(number: int) -> None:
             try:
-                async for event in self._choice(number):
-                    await events.put(event)
+                async with contextlib.aclosing(self._choice(number)) as choice:
+                    async for event in choice:
+                        await events.put(event)
                 await events.put(None)
             except Exception as error:
                 await events.put(error)
@@ -520,7 +525,7 @@ class Serving:
         if isinstance(request, ChatRequest):
             prompts, uses = await self._chat_prompts(request, route, text)
         else:
-            _check_length([each for each in request.prompts if isinstance(each, str)], route)
+            _check_prompts(request.prompts, route, text.vocabulary.size)
             prompts = [
                 prompt
                 if isinstance(prompt, list)
@@ -530,7 +535,9 @@ class Serving:
             prompts = [prompt for prompt in prompts for _ in range(choices)]
         if not all(prompts):
             raise RequestError(
-                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS, "expected a prompt, got an empty one"
+                errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
+                "expected a prompt, got an empty one",
+                "messages" if isinstance(request, ChatRequest) else "prompt",
             )
         sampling = _sampling(request, text.vocabulary.size)
         random_seed = secrets.randbits(32)
@@ -598,12 +605,12 @@ def _json_schema(request: ChatRequest | CompletionRequest) -> str:
     if form is None or form.type == "text":
         return ""
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    return json.dumps(schema)
+    return schema_text(schema, "response_format")
 
 
 def _check_length(texts: Sequence[str], route: Route) -> None:
     """Raises RequestError for text that is too long for the context, however it is tokenized."""
-    context = min(capability.context_tokens for capability in route.capabilities)
+    context = _context_tokens(route)
     size = sum(len(text.encode()) for text in texts)
     if size > _TOKEN_BYTES * context:
         raise RequestError(
@@ -611,6 +618,33 @@ def _check_length(texts: Sequence[str], route: Route) -> None:
             f"expected a prompt of at most {context} tokens, got {size} bytes, which are more; "
             "shorten it",
         )
+
+
+def _context_tokens(route: Route) -> int:
+    return min(capability.context_tokens for capability in route.capabilities)
+
+
+def _check_prompts(
+    prompts: Sequence[str | Sequence[int]], route: Route, vocabulary_size: int
+) -> None:
+    """Raises RequestError for prompts that no worker need be asked about."""
+    _check_length([prompt for prompt in prompts if isinstance(prompt, str)], route)
+    context = _context_tokens(route)
+    for token_ids in prompts:
+        if isinstance(token_ids, str):
+            continue
+        if len(token_ids) > context:
+            raise RequestError(
+                errors_pb2.REASON_CONTEXT_EXCEEDED,
+                f"expected a prompt of at most {context} tokens, got {len(token_ids)}; shorten it",
+                "prompt",
+            )
+        if (most := max(token_ids)) >= vocabulary_size:
+            raise RequestError(
+                errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
+                f"expected token ids in [0, {vocabulary_size}), got {most}",
+                "prompt",
+            )
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from meshnet_gguf.client import Event, Generation, SamplingParams, Session, Token
 from meshnet_gguf.gateway._failures import RequestError
 from meshnet_gguf.gateway._generation import Begun, Ended, Piece, pieces_of
-from meshnet_gguf.gateway._requests import ChatRequest, ToolChoice
+from meshnet_gguf.gateway._requests import ChatRequest, ToolChoice, schema_text
 from meshnet_gguf.gateway._tool_format import ToolFormat, new_call_id
 from meshnet_gguf.gateway._tool_parser import (
     CallArguments,
@@ -312,7 +312,7 @@ class ToolRun:
         self, name: str, index: int
     ) -> AsyncGenerator[Begun | CallArguments, None]:
         """A call's arguments, which the tail holds to the tool's schema."""
-        schema = json.dumps(self._use.schemas[name])
+        schema = schema_text(self._use.schemas[name], "tools")
         tape: list[_Tape] = []
         running = self._generate(tape, (), self._all_hidden, json_schema=schema)
         async with contextlib.aclosing(running) as parts:

@@ -231,9 +231,9 @@ class _Endpoint:
             self._gateway.metrics.clients_gone.inc()
         except asyncio.CancelledError:
             # The server ends and has waited for this answer as long as it may.
+            # Nobody waits for this task: to raise it again would only put it into the log.
             with contextlib.suppress(Exception):
                 await self._failed(exchange, _ending())
-            raise
         except Exception as error:
             said = self._gateway.words_of_fault(error)
             _LOG.error("request %s failed\n%s", record.request_id, said)

@@ -50,12 +50,7 @@ class TemplateRenderer:
 
     async def __aenter__(self) -> Self:
         """Starts the process and waits until it renders."""
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                await self._ask({"template": "x", "messages": [], "options": {}})
-        except BaseException:
-            await self._end()
-            raise
+        await self._start()
         return self
 
     async def __aexit__(
@@ -91,6 +86,9 @@ class TemplateRenderer:
             },
         }
         async with self._lock:
+            if self._process is None:
+                # Not in the template's time: it is another one's fault that there is none.
+                await self._start()
             try:
                 async with asyncio.timeout(self._time_limit):
                     answer = await self._ask(request)
@@ -116,20 +114,28 @@ class TemplateRenderer:
             return str(answer["text"])
         raise RequestError(int(answer["reason"]), str(answer["message"]))
 
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            f"from {__name__} import serve; serve()",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # What it says when it fails may hold a prompt, and stderr is the log.
+            stderr=asyncio.subprocess.DEVNULL,
+            env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ.get("PATH", "")},
+            # Ctrl-C is for whoever started this process; the pipe's end ends it.
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._ask({"template": "x", "messages": [], "options": {}})
+        except BaseException:
+            await self._end()
+            raise
+
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                f"from {__name__} import serve; serve()",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # What it says when it fails may hold a prompt, and stderr is the log.
-                stderr=asyncio.subprocess.DEVNULL,
-                env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ.get("PATH", "")},
-                # Ctrl-C is for whoever started this process; the pipe's end ends it.
-                start_new_session=True,
-            )
+        assert self._process is not None
         writer, reader = self._process.stdin, self._process.stdout
         assert writer is not None
         assert reader is not None

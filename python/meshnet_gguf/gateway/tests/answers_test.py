@@ -299,7 +299,7 @@ async def test_answers_have_the_form_that_is_asked_for(gateway: FakeGateway, see
     schema = {
         "type": "object",
         "properties": {
-            "colour": {"enum": ["red", "green"]},
+            "colour": {"enum": ["rot", "grün", "赤"]},
             "counts": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
         },
         "required": ["colour", "counts"],
@@ -311,7 +311,7 @@ async def test_answers_have_the_form_that_is_asked_for(gateway: FakeGateway, see
     document = json.loads(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason == "stop"
     assert set(document) == {"colour", "counts"}
-    assert document["colour"] in ("red", "green")
+    assert document["colour"] in ("rot", "grün", "赤")
     assert all(isinstance(count, bool) for count in document["counts"])
     assert len(document["counts"]) <= 3
 

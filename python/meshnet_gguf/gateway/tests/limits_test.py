@@ -22,7 +22,10 @@ HELLO: dict[str, Any] = {
     "max_tokens": 2,
 }
 SLOW = ("--fake_delay=3ms", "--context_tokens=100000")
-TOOL = {"type": "function", "function": {"name": "f"}}
+CALLED = {"name": "f"}
+TOOL = {"type": "function", "function": CALLED}
+LONG_ENUM = {"enum": ["a" * 1000] * 66}
+LONG_SCHEMA = {"name": "a", "schema": LONG_ENUM}
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -146,6 +149,24 @@ async def http(gateway: FakeGateway) -> AsyncIterator[httpx.AsyncClient]:
             "tool_choice.type",
         ),
         ({"tools": [{"type": "custom"}]}, "FEATURE_UNSUPPORTED", "tools.0.type"),
+        (
+            {"messages": [{f"field {number}": 1 for number in range(10_001)}]},
+            "FIELD_OUT_OF_BOUNDS",
+            None,
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": LONG_SCHEMA}},
+            "GRAMMAR_INVALID",
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {**CALLED, "parameters": LONG_ENUM}}],
+                "tool_choice": "required",
+            },
+            "GRAMMAR_INVALID",
+            "tools",
+        ),
         ({"functions": [{"name": "f"}]}, "FEATURE_UNSUPPORTED", "functions"),
         ({"web_search_options": {}}, "FEATURE_UNSUPPORTED", "web_search_options"),
         ({"model": "other"}, "NOT_SERVED", "model"),
@@ -160,6 +181,24 @@ async def test_a_wrong_field_is_named(
     assert (error["code"], error["param"]) == (code, param)
     assert answer.status_code == (404 if code == "NOT_SERVED" else 400)
     assert error["type"] == ("not_found_error" if code == "NOT_SERVED" else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([5, 999], "TOKEN_OUT_OF_RANGE"),
+        ([[5], [999]], "TOKEN_OUT_OF_RANGE"),
+        ([5] * 1_000_000, "CONTEXT_EXCEEDED"),
+        ([], "FIELD_OUT_OF_BOUNDS"),
+        ([[]], "FIELD_OUT_OF_BOUNDS"),
+        ({}, "FIELD_OUT_OF_BOUNDS"),
+    ],
+)
+async def test_a_wrong_prompt_is_named(http: httpx.AsyncClient, prompt: Any, code: str) -> None:
+    answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code)
+    assert error["param"].split(".")[0] == "prompt"
 
 
 @pytest.mark.parametrize(
