@@ -14,27 +14,24 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from meshnet_gguf.chat import ChatMessage, render_chat
-from meshnet_gguf.errors import MeshnetError
+from meshnet_gguf import chat_process
+from meshnet_gguf.chat import ChatMessage
+from meshnet_gguf.chat_process import LENGTH
 from meshnet_gguf.gateway._failures import RequestError
 from proto.meshnet.shard.v1 import errors_pb2
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["TemplateRenderer", "serve"]
+__all__ = ["TemplateRenderer"]
 
-_LENGTH = struct.Struct("<I")
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _START_SECONDS = 30.0
-_MEMORY_BYTES = 2 * 1024 * 1024 * 1024
 
 
 class TemplateRenderer:
@@ -118,7 +115,7 @@ class TemplateRenderer:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
-            f"from {__name__} import serve; serve()",
+            f"from {chat_process.__name__} import serve; serve()",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # What it says when it fails may hold a prompt, and stderr is the log.
@@ -140,9 +137,9 @@ class TemplateRenderer:
         assert writer is not None
         assert reader is not None
         body = json.dumps(request).encode()
-        writer.write(_LENGTH.pack(len(body)) + body)
+        writer.write(LENGTH.pack(len(body)) + body)
         await writer.drain()
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > _MAX_ANSWER_BYTES:
             raise ConnectionError("an answer longer than any template may write")
         answer = json.loads(await reader.readexactly(length))
@@ -156,32 +153,3 @@ class TemplateRenderer:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def serve() -> None:
-    """The process: answers requests on stdin until it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while (request := _read(requests)) is not None:
-        try:
-            answer: dict[str, Any] = {"text": _render(request)}
-        except MeshnetError as error:
-            answer = {"reason": error.reason, "message": error.message}
-        body = json.dumps(answer).encode()
-        answers.write(_LENGTH.pack(len(body)) + body)
-        answers.flush()
-
-
-def _render(request: Mapping[str, Any]) -> str:
-    messages = [ChatMessage(role, text, extra) for role, text, extra in request["messages"]]
-    return render_chat(request["template"], messages, **request["options"])
-
-
-def _read(stream: IO[bytes]) -> dict[str, Any] | None:
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    value = json.loads(stream.read(_LENGTH.unpack(head)[0]))
-    assert isinstance(value, dict)
-    return value
