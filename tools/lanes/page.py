@@ -118,6 +118,8 @@ def render(lanes: Sequence[LaneStatus]) -> str:
 
 
 def _wall(record: Mapping[str, Any]) -> str:
+    if not record["compiled_actions"] + record["cached_actions"]:
+        return "it was built already"
     minutes = record["wall_s"] / 60
     return (
         f"{minutes:.1f} min; of {record['actions']} actions {record['compiled_actions']} ran, "

@@ -104,6 +104,12 @@ def test_what_is_built_is_dark_and_what_is_not_says_why(folder: pathlib.Path) ->
     assert "- 8 actions GpuCompile took 2.5 min together, the longest 30 s" in page
 
 
+def test_no_time_is_told_of_a_build_with_nothing_to_do(folder: pathlib.Path) -> None:
+    record = built("cuda") | {"wall_s": 0.4, "compiled_actions": 0, "cached_actions": 0}
+    (folder / "cuda.json").write_text(json.dumps(record))
+    assert "| 20.0 MB | it was built already |" in render(statuses(folder))
+
+
 def test_a_trusted_signature_over_the_evidence_certifies(folder: pathlib.Path) -> None:
     key = SigningKey.generate()
     trust(folder, key)
