@@ -8,7 +8,9 @@ Slots are those of the workers: a choice of a request takes one session on every
 number changes, follow_capacity() has admission go along. Requests wait in one line, first come
 first served, and one that needs several slots is not overtaken. Others may have the workers'
 sessions too: who has been given a slot and is refused by the mesh waits again, in the place that
-was its own (Place.wait_again), and until one has found room they ask one after the other.
+was its own (Place.wait_again), and until one has found room they ask one after the other. A request
+for several sessions that the mesh has refused often, while no other of ours was in its way, may be
+overtaken: it could wait for others for ever, and everybody else for it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ _BUSY_SHARE = 0.02
 # A mesh that others fill is asked again so often, or when it says.
 _ASK_AGAIN_SECONDS = 0.25
 _ASK_AGAIN_AT_MOST_SECONDS = 1.0
+# So many refusals are waited for before others may overtake.
+_PATIENCE = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,14 @@ class Place:
         self.number = number
         self.until = until
         self.admitted = asyncio.Event()
+        # How often the mesh has refused it although it had no other session of ours.
+        self.refusals = 0
         self._admission = admission
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        """Whether those behind it need not wait any longer for it."""
+        return self.slots > 1 and self.refusals >= _PATIENCE
 
     async def wait_again(self, retry_after_ms: int = 0) -> None:
         """Gives the slots back, as the mesh has none left, and waits for its turn to ask again.
@@ -164,6 +175,8 @@ class Admission:
         # Whoever was the first of the line has not lost that place to one who came later.
         waits = self._asking is place or len(self._line) < self.max_queued
         self._give_back(place)
+        if not self.active:
+            place.refusals += 1
         if (waits or self._line) and self._again is None and self._asking is None:
             seconds = min(retry_after_ms / 1000, _ASK_AGAIN_AT_MOST_SECONDS) or _ASK_AGAIN_SECONDS
             self._again = asyncio.get_running_loop().call_later(seconds, self._ask)
@@ -223,17 +236,23 @@ class Admission:
             self._ask()
 
     def _admit(self) -> None:
-        while self._line and self._fits(self._line[0]):
-            self._give(self._line.pop(0))
+        while self._line and self._fits(first := self._first()):
+            self._line.remove(first)
+            self._give(first)
+
+    def _first(self) -> Place:
+        """Whose turn it is, of a line that is not empty."""
+        return next((place for place in self._line if not place.may_be_overtaken), self._line[0])
 
     def _ask(self) -> None:
         """Lets the first of the line see whether the mesh has room again."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._line and self._fits(self._line[0]):
-            self._asking = self._line.pop(0)
-            self._give(self._asking)
+        if self._line and self._fits(first := self._first()):
+            self._line.remove(first)
+            self._asking = first
+            self._give(first)
 
     def _line_full(self) -> MeshnetError:
         return self._full(f"{len(self._line)} requests wait already")

@@ -168,6 +168,32 @@ async def test_a_mesh_that_others_fill_is_asked_in_the_order_of_coming() -> None
     assert (admission.active, admission.queued, mesh.free) == (0, 0, 4)
 
 
+async def test_who_asks_a_full_mesh_for_much_holds_up_the_others_for_a_while_only() -> None:
+    admission = Admission(max_active=4)
+    mesh = OthersMesh(admission)
+    mesh.free = 1
+    wide = asyncio.create_task(mesh.request("wide", 2))
+    while not admission.queued:
+        await asyncio.sleep(0)
+    narrow = asyncio.create_task(mesh.request("narrow"))
+    while not mesh.served:
+        await asyncio.sleep(0.001)
+    assert mesh.served == ["narrow"]
+    assert mesh.asked.count("wide") > 3
+    # Who comes later need not wait until the narrow one has ended, and the wide one is not lost.
+    mesh.free = 1
+    later = asyncio.create_task(mesh.request("later"))
+    while len(mesh.served) < 2:
+        await asyncio.sleep(0.001)
+    mesh.free = 2
+    while len(mesh.served) < 3:
+        await asyncio.sleep(0.001)
+    assert mesh.served == ["narrow", "later", "wide"]
+    mesh.ended.set()
+    await asyncio.gather(wide, narrow, later)
+    assert (admission.active, admission.queued) == (0, 0)
+
+
 async def test_the_end_of_an_own_answer_is_room_for_who_waits_for_the_mesh() -> None:
     admission = Admission(max_active=4)
     mine = await holds(admission)
