@@ -11,7 +11,6 @@ A comment stands before every block:
     <!-- run: alone -->                       what still runs is ended first
     <!-- run by //a:b_test: says "x" -->      that test runs it, not the document's reader
     <!-- output -->                           what the block before it says, numbers aside
-    <!-- checked: WHY -->                     no test can run it: what it names must exist
     <!-- unit: NAME.service -->               a systemd unit
     <!-- yaml -->                             a file of somebody else's program
     <!-- bazelrc -->                          lines of a .bazelrc
@@ -37,7 +36,7 @@ __all__ = [
     "targets_of",
 ]
 
-TREATMENTS = ("run", "run by", "output", "checked", "unit", "yaml", "bazelrc", "shown")
+TREATMENTS = ("run", "run by", "output", "unit", "yaml", "bazelrc", "shown")
 _COMMENT = re.compile(rf"<!-- ({'|'.join(TREATMENTS)})(?: (//[\w/]*:\w+))?(?:: (.*))? -->")
 
 
