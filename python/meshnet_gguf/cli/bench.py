@@ -59,6 +59,9 @@ def run(arguments: Sequence[str]) -> int:
         if not (text.isascii() and text.isdecimal() and int(text)):
             raise app.UsageError(f"expected --compare-stages such as 1,2, got {text!r}")
         stages.append(int(text))
+    if _SVG.value:
+        # To be told after minutes that the picture cannot be written helps nobody.
+        output.given_path(_SVG.value).touch()
     load = Load(_PROMPT.value, _TOKENS.value, _REPEATS.value)
     found: dict[str, Speed] = {}
     for target in arguments or [gateway_flags.url()]:

@@ -72,7 +72,7 @@ def _converse(http: httpx.Client, model: str, messages: list[dict[str, str]]) ->
             messages.pop()
             continue
         except MeshnetError as error:
-            sys.stderr.write(f"meshnet chat: {error}\n")
+            output.error("meshnet chat", error)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": text})

@@ -14,7 +14,7 @@ from meshnet_gguf.cli import output
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
-__all__ = ["check", "client", "error_of", "is_url_given", "unreachable", "url"]
+__all__ = ["async_client", "check", "client", "error_of", "is_url_given", "unreachable", "url"]
 
 _URL = flags.DEFINE_string("url", "http://127.0.0.1:8080/v1", "The gateway's base address.")
 _KEY_FILE = flags.DEFINE_string(
@@ -25,8 +25,14 @@ _SILENT_SECONDS = 600.0
 
 
 def url() -> str:
-    """What --url says."""
-    return str(_URL.value).rstrip("/")
+    """What --url says. Raises MeshnetError (CONFIGURATION_INVALID)."""
+    said = str(_URL.value).rstrip("/")
+    if not said.startswith(("http://", "https://")):
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID,
+            f"expected --url such as {_URL.default}, got {said!r}",
+        )
+    return said
 
 
 def is_url_given() -> bool:
@@ -35,15 +41,31 @@ def is_url_given() -> bool:
 
 
 def client(*, silent_seconds: float = _SILENT_SECONDS) -> httpx.Client:
-    """For calls with the API key. A server is dialled as it is, never through a web proxy."""
-    timeout = httpx.Timeout(silent_seconds, connect=min(_CONNECT_SECONDS, silent_seconds))
-    return httpx.Client(timeout=timeout, headers=_headers(), trust_env=False)
+    """For calls with the API key. A server is dialled as it is, never through a web proxy.
+
+    Raises OSError and MeshnetError (CONFIGURATION_INVALID) for a key that cannot be used.
+    """
+    return httpx.Client(timeout=_timeout(silent_seconds), headers=_headers(), trust_env=False)
+
+
+def async_client(*, silent_seconds: float = _SILENT_SECONDS) -> httpx.AsyncClient:
+    """The same for asyncio."""
+    return httpx.AsyncClient(timeout=_timeout(silent_seconds), headers=_headers(), trust_env=False)
+
+
+def _timeout(silent_seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(silent_seconds, connect=min(_CONNECT_SECONDS, silent_seconds))
 
 
 def _headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY", "")
+    key, where = os.environ.get("OPENAI_API_KEY", "").strip(), "$OPENAI_API_KEY"
     if _KEY_FILE.value:
-        key = output.given_path(_KEY_FILE.value).read_text("utf-8").strip()
+        file = output.given_path(_KEY_FILE.value)
+        key, where = file.read_text("utf-8", "replace").strip(), str(file)
+    if not (key.isascii() and key.isprintable()):
+        raise MeshnetError(
+            errors_pb2.REASON_CONFIGURATION_INVALID, f"expected an API key in {where}, in one line"
+        )
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 from meshnet.errors import ControlError
 
+from meshnet_gguf.cures import CURES
 from meshnet_gguf.errors import MeshnetError
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -57,10 +58,12 @@ def print_file(text: str) -> int:
 
 
 def error(program: str, failure: MeshnetError) -> None:
-    """Says why a command failed, on stderr, and with --json on stdout as well."""
-    sys.stderr.write(f"{program}: {failure}\n")
+    """Says why a command failed and what helps, on stderr, and with --json on stdout as well."""
+    cure = CURES[failure.reason_name]
+    sys.stderr.write(f"{program}: {failure}\n  -> {cure}\n")
     if flags.FLAGS.is_parsed() and wants_json():
-        print_json({"error": {"reason": failure.reason_name, "message": failure.message}})
+        said = {"reason": failure.reason_name, "message": failure.message, "cure": cure}
+        print_json({"error": said})
 
 
 @contextlib.contextmanager

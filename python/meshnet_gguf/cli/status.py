@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
-import httpx
 import rich.box
 import rich.console
 import rich.live
@@ -77,18 +76,13 @@ async def _show_all() -> int:
 async def _of_gateway() -> AsyncGenerator[MeshStatus]:
     where = gateway_flags.url()
     address = where.removesuffix("/v1") + "/status.json"
-    # Closed with the program: it has one connection.
-    http = gateway_flags.client(silent_seconds=_ANSWER_SECONDS)
-
-    def ask() -> httpx.Response:
-        with gateway_flags.unreachable(where):
-            return http.get(address)
-
-    while True:
-        answer = await asyncio.to_thread(ask)
-        gateway_flags.check(answer, where)
-        yield status_from_json(answer.content)
-        await asyncio.sleep(1)
+    async with gateway_flags.async_client(silent_seconds=_ANSWER_SECONDS) as http:
+        while True:
+            with gateway_flags.unreachable(where):
+                answer = await http.get(address)
+            gateway_flags.check(answer, where)
+            yield status_from_json(answer.content)
+            await asyncio.sleep(1)
 
 
 async def _of_trackers() -> AsyncGenerator[MeshStatus]:

@@ -160,7 +160,7 @@ def _run(asked: dict[str, Any]) -> int:
     if asked["impatient"]:
         progress._PATIENCE_SECONDS = 0
     try:
-        from meshnet_gguf.cli.meshnet import main
+        from meshnet_gguf.cli.main import main
 
         code = main(["meshnet", *asked["arguments"]])
     except BaseException:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -69,7 +70,32 @@ async def test_help_is_what_the_reference_says(commands: Commands) -> None:
         for flag in command.flags:
             assert f"--{flag.name}" in done.out
             assert flag.help in done.out
-    assert (await commands.run("no-such-command")).code == 2
+
+
+@for_all
+async def test_a_command_that_there_is_not(commands: Commands) -> None:
+    done = await commands.run("serv")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("meshnet: expected a command of api-keys, ")
+    assert done.err.endswith("got 'serv' (did you mean serve?); see `meshnet --help`\n")
+
+
+@for_all
+async def test_help_on_a_command_is_its_help(commands: Commands) -> None:
+    assert await commands.run("help", "certs") == await commands.run("certs", "--help")
+    overview = await commands.run("--help")
+    assert await commands.run("help") == overview
+    assert "meshnet serve smollm2" in overview.out
+
+
+def test_the_version_is_that_of_the_installed_release(tmp_path: pathlib.Path) -> None:
+    here = subprocess.run([MESHNET, "--version"], capture_output=True, text=True)
+    assert here.stdout == "meshnet of a work tree: no release is installed\n"
+    (tmp_path / "meshnet_gguf-9.8.7.dist-info").mkdir()
+    (tmp_path / "meshnet_gguf-9.8.7.dist-info" / "METADATA").write_text("Version: 9.8.7\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    installed = subprocess.run([MESHNET, "--version"], capture_output=True, env=environment)
+    assert (installed.returncode, installed.stdout) == (0, b"meshnet 9.8.7\n")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +185,7 @@ import itertools, json, os, pathlib, sys
 from absl import flags
 from meshnet_gguf.cli import settings
 from meshnet_gguf.cli.commands import COMMANDS, load
-from meshnet_gguf.cli.meshnet import _flags_of
+from meshnet_gguf.cli.main import _flags_of
 import httpx, rich.table, meshnet_gguf.embedded_mesh, meshnet_gguf.gateway
 
 file = pathlib.Path(sys.argv[1])
@@ -350,7 +376,112 @@ async def test_a_refusal_is_exit_code_1_and_one_json_object_with_its_reason(
         error = json.loads(done.out)["error"]
         assert error["reason"] in CURES, line
         assert error["message"], line
-        assert done.err.splitlines()[-1].startswith(f"meshnet {line[0]}: {error['reason']}"), line
+        assert error["cure"] == CURES[error["reason"]], line
+        said = f"meshnet {line[0]}: {error['reason']}: {error['message']}\n  -> {error['cure']}\n"
+        assert done.err.endswith(said), (line, done)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat --api-key-file {tmp}/missing",
+        "chat --api-key-file {tmp}",
+        "chat --api-key-file {tmp}/no-key",
+        "bench http://127.0.0.1:1/v1 --svg {tmp}/missing/speed.svg",
+        "inspect {tiny} --svg {tmp}/missing/layers.svg",
+    ],
+)
+@for_all
+async def test_files_that_cannot_be_used(
+    commands: Commands, tmp_path: pathlib.Path, line: str
+) -> None:
+    (tmp_path / "no-key").write_bytes(b"\xff\x00\n\n")
+    words = line.format(tmp=tmp_path, tiny=TINY).split()
+    done = await commands.run(*words)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"meshnet {words[0]}: CONFIGURATION_INVALID: "), done
+    assert str(tmp_path) in done.err.splitlines()[0]
+
+
+@for_all
+async def test_addresses_that_are_none(commands: Commands) -> None:
+    for command in ("chat", "status", "models", "bench"):
+        done = await commands.run(command, "--url=127.0.0.1:8080")
+        said = f"meshnet {command}: CONFIGURATION_INVALID: expected --url such as http://"
+        assert (done.code, done.err.startswith(said)) == (1, True), done
+
+
+def test_who_stops_reading_hears_no_complaint() -> None:
+    for arguments in (["completion", "bash"], ["--help"], ["serve", "--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([MESHNET, *arguments], stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (1, b""), arguments
+
+
+# ---- Ctrl-C ----
+
+# Whoever runs tests may have it ignored, as a shell does for what it runs in the background.
+WITH_CTRL_C = ("env", "--default-signal=INT")
+# Is interrupted while it imports the module named first.
+INTERRUPTED = """
+import os, signal, sys
+
+module = sys.argv.pop(1)
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from meshnet_gguf.cli import meshnet
+meshnet.run()
+"""
+
+
+@pytest.mark.parametrize("module", ["meshnet_gguf.cli.settings", "meshnet_gguf.cli.relay"])
+def test_interrupted_while_it_loads(module: str) -> None:
+    done = subprocess.run(
+        [*WITH_CTRL_C, sys.executable, "-c", INTERRUPTED, module, "relay", "--listen=127.0.0.1:0"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    # As a shell tells it: 130.
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize(
+    "line", ["chat m --url http://{at}/v1", "serve --join {at}", "status --url http://{at}/v1"]
+)
+async def test_interrupted_while_it_waits_for_others(line: str) -> None:
+    connected = asyncio.Event()
+    writers = []
+
+    async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        connected.set()
+
+    silent = await asyncio.start_server(take, "127.0.0.1", 0)
+    words = line.format(at=f"127.0.0.1:{silent.sockets[0].getsockname()[1]}").split()
+    process = await asyncio.create_subprocess_exec(
+        *(*WITH_CTRL_C, MESHNET, *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await connected.wait()
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    finally:
+        silent.close()
+        for writer in writers:
+            writer.close()
+    said = err.decode().splitlines()
+    assert (process.returncode, out, said[-1:]) == (130, b"", [f"meshnet {words[0]}: interrupted"])
+    assert b"Traceback" not in err, said
 
 
 def test_examples_are_command_lines_that_there_are() -> None:
