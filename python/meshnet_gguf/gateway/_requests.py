@@ -89,6 +89,8 @@ Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
 # Of OpenAI's API, but not served here: only null is taken, which clients send that leave nothing
 # out.
 Unsupported: TypeAlias = None
+# What clients send along and nobody here reads; it may be nested as deep as it likes.
+Ignored = Annotated[Any, Field(exclude=True)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -108,6 +110,8 @@ class CalledFunction(_Body):
 
     name: Name
     arguments: Annotated[str, AfterValidator(_shallow_object)]
+    # OpenAI's client keeps what it made of an answer in the answer, and sends it back.
+    parsed_arguments: Ignored = None
 
 
 class ToolCall(_Body):
@@ -116,6 +120,7 @@ class ToolCall(_Body):
     id: ShortText
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Ignored = None
 
 
 class Message(_Body):
@@ -129,7 +134,8 @@ class Message(_Body):
     refusal: str | None = None
     reasoning_content: str | None = None
     # An answer comes back with all that OpenAI's client knows of one.
-    annotations: list[Any] | None = None
+    annotations: Ignored = None
+    parsed: Ignored = None
     audio: Unsupported = None
     function_call: Unsupported = None
 
@@ -265,7 +271,7 @@ class ChatRequest(SamplingRequest):
     prompt_cache_retention: str | None = None
     modalities: list[Literal["text"]] | None = None
     # Makes answers come sooner elsewhere; they are the same without it.
-    prediction: dict[str, Any] | None = None
+    prediction: Ignored = None
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None

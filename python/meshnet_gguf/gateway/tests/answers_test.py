@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 from llm.default_plugins import openai_models
@@ -342,6 +343,31 @@ async def test_an_answer_may_come_back_as_it_is(gateway: FakeGateway) -> None:
     assert talk[1]["function_call"] is None
     named = [*HELLO, {"role": "assistant", "content": answer.content}, *HELLO]
     assert await text_of(gateway, messages=talk) == await text_of(gateway, messages=named)
+
+
+# The client's own, about the type of `parsed`.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+async def test_an_answer_that_the_client_has_parsed_may_come_back(gateway: FakeGateway) -> None:
+    class Colour(pydantic.BaseModel):
+        red: bool
+
+    answer = await gateway.client.chat.completions.parse(
+        model=MODEL, messages=HELLO, response_format=Colour, seed=1
+    )
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, Colour)
+    talk = [*HELLO, message, *HELLO]
+    named = [*HELLO, {"role": "assistant", "content": message.content}, *HELLO]
+    assert await text_of(gateway, messages=talk) == await text_of(gateway, messages=named)
+
+
+async def test_what_nobody_reads_may_have_any_form(gateway: FakeGateway) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    answer = {"role": "assistant", "content": "a", "annotations": deep, "parsed": deep}
+    talk = [*HELLO, answer, *HELLO]
+    assert await text_of(gateway, messages=talk, extra_body={"prediction": deep})
 
 
 async def test_fields_that_change_nothing_are_taken(gateway: FakeGateway) -> None:

@@ -157,6 +157,7 @@ async def test_a_call_id_that_the_template_writes_is_that_of_its_choice(
 
 
 async def test_the_stream_helper_of_the_client_takes_it(gateway: FakeGateway) -> None:
+    """And what it makes of an answer may come back."""
     async with gateway.client.chat.completions.stream(
         model=MODEL,
         messages=[{"role": "user", "content": "Weather?"}],
@@ -171,6 +172,12 @@ async def test_the_stream_helper_of_the_client_takes_it(gateway: FakeGateway) ->
         ]
     assert [event.name for event in done] == ["now"]
     jsonschema.validate(json.loads(done[0].arguments), NOW)
+    message = (await stream.get_final_completion()).choices[0].message
+    assert message.tool_calls is not None
+    [call] = message.tool_calls
+    assert call.function.parsed_arguments == json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+    assert await ask(gateway, messages=[*ASK, message, result], max_tokens=2)
 
 
 async def test_calls_of_the_models_own(
