@@ -105,6 +105,7 @@ def zsh_completion() -> str:
             "  local -a commands",
             "  commands=(",
             *named,
+            "    '--help:what there is'",
             "  )",
             "  if ((CURRENT == 2)); then",
             "    _describe command commands",
@@ -127,6 +128,7 @@ def _zsh_case(command: Command) -> list[str]:
     specs = [f"        {_quoted(_zsh_flag(flag))} \\" for flag in command.flags]
     if command.actions:
         specs.append(f"        '1:action:({' '.join(command.actions)})' \\")
+    specs.append("        '--help[Flags and an example.]' \\")
     return [f"    {command.name})", "      _arguments \\", *specs, "        '*:file:_files' ;;"]
 
 

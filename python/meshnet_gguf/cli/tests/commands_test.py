@@ -1,11 +1,10 @@
-"""All commands: help, flags, settings, completion, reference pages."""
+"""All commands: help, flags, settings, reference pages."""
 
 import asyncio
 import json
 import os
 import pathlib
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from meshnet.errors import Reason
 from meshnet.signing import SigningKey
 from meshnet_gguf.cli import reference
 from meshnet_gguf.cli.commands import COMMANDS, describe
-from meshnet_gguf.cli.completion import bash_completion, zsh_completion
 from meshnet_gguf.cures import CONTROL_CURES, CURES
 from meshnet_gguf.errors import reason_name
 from meshnet_gguf.testing.commands import Commands, Done
@@ -243,55 +241,6 @@ def test_every_flag_is_set_by_file_environment_and_command_line(tmp_path: pathli
         for flag, places in found[name].items():
             for given, is_now in places:
                 assert given == is_now, (name, flag, places)
-
-
-# ---- Completion ----
-
-
-def completed(*words: str) -> list[str]:
-    """What a real bash offers for the last word."""
-    script = (
-        f"{bash_completion()}\nCOMP_WORDS=({shlex.join(words)})\nCOMP_CWORD={len(words) - 1}\n"
-        '_meshnet\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
-    )
-    done = subprocess.run(["bash", "-u"], input=script, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
-
-
-def test_bash(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert completed("meshnet", "st") == ["status"]
-    assert set(completed("meshnet", "")) == {*COMMANDS, "--help"}
-    assert completed("meshnet", "status", "--wa") == ["--watch"]
-    assert completed("meshnet", "serve", "--mesh-l") == ["--mesh-listen="]
-    offered = set(completed("meshnet", "serve", "--"))
-    flags = describe("serve").flags
-    assert offered == {f"--{f.name}{'=' * f.takes_value}" for f in flags} | {"--help"}
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.gguf").touch()
-    assert completed("meshnet", "serve", "mod") == ["model.gguf"]
-    assert completed("meshnet", "serve", "--api-keys", "=", "mod") == ["model.gguf"]
-    assert completed("meshnet", "certs", "") == ["init", "issue", "rotate", "retire", "show"]
-    assert completed("meshnet", "certs", "init", "mod") == ["model.gguf"]
-    assert completed("meshnet", "certs", "--da") == ["--days="]
-
-
-def test_zsh() -> None:
-    """No zsh here: a shell's words are cut as zsh cuts them."""
-    words = shlex.split(zsh_completion(), comments=True)
-    for name in COMMANDS:
-        case = words[words.index(f"{name})") + 1 :]
-        assert case[0] == "_arguments"
-        specs = case[1 : case.index("*:file:_files")]
-        specs = [spec for spec in specs if spec.strip()]
-        command = describe(name)
-        flags = command.flags
-        if command.actions:
-            assert specs.pop() == f"1:action:({' '.join(command.actions)})"
-        assert [s.lstrip("*").partition("[")[0] for s in specs] == [
-            f"--{flag.name}{'=' * flag.takes_value}" for flag in flags
-        ]
-    assert subprocess.run(["bash", "-n"], input=zsh_completion(), text=True).returncode == 0
 
 
 # ---- All commands alike ----
