@@ -130,8 +130,6 @@ class Reader:
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             **environment,
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
-            # Otherwise every one of these programs compiles its modules anew.
-            "PYTHONPYCACHEPREFIX": str(folder / "compiled"),
         }
         (folder / "bin").mkdir()
         scripts = {**_STAND_INS, **programs.path, "stand_in_bazel": _bazel(programs)}

@@ -74,8 +74,7 @@ def main(arguments: list[str]) -> int:
             subprocess.run([*pip, "install", "--no-index", "--no-deps", wheel], check=True)
             if _COPIED:
                 # As pip compiles what it installs; here what the commands import.
-                here = {k: v for k, v in os.environ.items() if k != "PYTHONPYCACHEPREFIX"}
-                subprocess.run([f"{venv}/bin/python3", "-c", _COMPILE], check=True, env=here)
+                subprocess.run([f"{venv}/bin/python3", "-c", _COMPILE], check=True)
             return 0
     sys.stderr.write(f"no stand-in for: pip {' '.join(arguments[1:])}\n")
     return 1
