@@ -114,7 +114,7 @@ class StageStatus:
     memory: Memory = Memory()
     work: Work = Work()
     refusals: Mapping[str, int] = field(default_factory=dict)
-    """Refused calls and messages since the worker's start, by reason."""
+    """Refused calls and messages since the worker's start, by reason, without CANCELLED."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ _RATE_SECONDS = 4.0
 # A mesh may be large; a page is not. What is left out is counted.
 _MAX_LANE_WORKERS = 128
 _MAX_HELD = 256
+_CANCELLED = reason_name(errors_pb2.REASON_CANCELLED)
 _ADMISSIONS = {
     tracker_pb2.ADMISSION_CERTIFIED: Admission.CERTIFIED,
     tracker_pb2.ADMISSION_DARK_ADMITTED: Admission.DARK_ADMITTED,
@@ -516,7 +517,12 @@ class ModelWatch:
                 probe.rate(lambda m: m.prefill_tokens),
                 probe.rate(lambda m: m.decode_tokens),
             ),
-            refusals=metrics.refusals,
+            refusals={
+                reason: times
+                for reason, times in metrics.refusals.items()
+                # A worker counts them all alike; who stops an answer was not refused.
+                if reason != _CANCELLED
+            },
         )
 
     def _silent(self, worker: _Worker, gap: _Gap) -> StageStatus:

@@ -54,6 +54,32 @@ async def test_what_the_gateway_and_its_stages_did() -> None:
         assert [stage.work.decode_tokens for stage in model.stages] == [7, 7]
 
 
+async def test_whoever_stops_an_answer_was_not_refused() -> None:
+    async with (
+        asyncio.timeout(END),
+        fake_gateway((4,), "--fake_delay=1ms", "--context_tokens=100000", options=OFTEN) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=END) as http,
+    ):
+        answer = await gateway.client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=50_000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        await anext(aiter(answer))
+        await answer.close()
+        while any(stage.open_sessions for stage in await gateway.fake.route.metrics()):
+            await asyncio.sleep(0.01)
+        # The workers count it among the others.
+        said = [stage.refusals for stage in await gateway.fake.route.metrics()]
+        assert "CANCELLED" in said[0]
+        status = status_from_json((await http.get("/status.json")).content)
+        assert status.gateway is not None
+        assert status.gateway.refusals == {}
+        assert [stage.refusals for stage in status.models[0].stages] == [{}, {}]
+
+
 async def test_a_killed_stage_comes_as_an_event() -> None:
     async with (
         asyncio.timeout(END),
