@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -202,6 +202,9 @@ class StreamOptions(_Body):
 class SamplingRequest(_Body):
     """What both endpoints share."""
 
+    # Where what is to be gone on with stands.
+    prompt_field: ClassVar[str]
+
     model: ShortText
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -251,6 +254,8 @@ class SamplingRequest(_Body):
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
+    prompt_field = "messages"
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -296,6 +301,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_leng
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
+    prompt_field = "prompt"
+
     prompt: (
         str
         | TokenIds
@@ -307,6 +314,11 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     best_of: TokenCount | None = None
     suffix: str | None = None
+
+    @property
+    def length(self) -> int | None:
+        """The longest answer in tokens; None for as long as the context allows."""
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

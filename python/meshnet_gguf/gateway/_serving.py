@@ -34,7 +34,6 @@ from meshnet_gguf.gateway._prompts import chat_pieces
 from meshnet_gguf.gateway._requests import (
     ChatRequest,
     CompletionRequest,
-    SamplingRequest,
     schema_text,
 )
 from meshnet_gguf.gateway._tool_calls import ToolRun, ToolUse, check_tools, tool_use
@@ -110,12 +109,11 @@ class Answering:
 
     def __init__(
         self,
-        request: SamplingRequest,
+        request: ChatRequest | CompletionRequest,
         form: _Form,
         jobs: Sequence[_Job],
         leases: list[Lease],
         text: ModelText,
-        length: int | None,
         renewed: Callable[[Lease, MeshnetError], Awaitable[Lease]],
     ) -> None:
         self.form = form
@@ -128,7 +126,6 @@ class Answering:
         self.leases = leases
         self._renewed = renewed
         self._text = text
-        self._length = length
         self._controls = frozenset(token.token_id for token in text.vocabulary.control_tokens)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -212,7 +209,7 @@ class Answering:
     ) -> AsyncGenerator[Begun | Piece | ToolEvent | Ended, None]:
         session = lease.session
         self.answers[job.index].cached_tokens = session.held_of(job.token_ids)
-        max_tokens = self._length or max(1, session.context_tokens - len(job.token_ids))
+        max_tokens = self._request.length or max(1, session.context_tokens - len(job.token_ids))
         if job.tools is not None:
             return self._tool_run(job, lease, job.tools, max_tokens).parts()
         generation = session.continue_with(
@@ -440,7 +437,6 @@ class Serving:
     ) -> Answering:
         request = asked.request
         form = _form(request, asked.model.name, jobs)
-        length = request.length if isinstance(request, ChatRequest) else request.max_tokens
 
         async def renewed(lease: Lease, error: MeshnetError) -> Lease:
             await self._give_up([lease], error)
@@ -451,7 +447,7 @@ class Serving:
 
             return await self._once_there_is_room(asked.place, opening)
 
-        return Answering(request, form, jobs, leases, text, length, renewed)
+        return Answering(request, form, jobs, leases, text, renewed)
 
     async def _reuse(self, asked: _Asked) -> Answering | None:
         """An answer of a session that has read the beginning of this conversation."""
@@ -525,7 +521,8 @@ class Serving:
         if isinstance(request, ChatRequest):
             prompts, uses = await self._chat_prompts(request, route, text)
         else:
-            _check_prompts(request.prompts, route, text.vocabulary.size)
+            _check_length([each for each in request.prompts if isinstance(each, str)], route)
+            _check_token_ids(request.prompts, text.vocabulary.size)
             prompts = [
                 prompt
                 if isinstance(prompt, list)
@@ -537,8 +534,9 @@ class Serving:
             raise RequestError(
                 errors_pb2.REASON_FIELD_OUT_OF_BOUNDS,
                 "expected a prompt, got an empty one",
-                "messages" if isinstance(request, ChatRequest) else "prompt",
+                request.prompt_field,
             )
+        _check_context(request, prompts, route)
         sampling = _sampling(request, text.vocabulary.size)
         random_seed = secrets.randbits(32)
         return [
@@ -613,38 +611,46 @@ def _check_length(texts: Sequence[str], route: Route) -> None:
     context = _context_tokens(route)
     size = sum(len(text.encode()) for text in texts)
     if size > _TOKEN_BYTES * context:
-        raise RequestError(
-            errors_pb2.REASON_CONTEXT_EXCEEDED,
-            f"expected a prompt of at most {context} tokens, got {size} bytes, which are more; "
-            "shorten it",
+        raise _too_long(context, f"{size} bytes, which are more")
+
+
+def _check_context(
+    request: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], route: Route
+) -> None:
+    """Raises RequestError for what does not fit into the context, with what is to come."""
+    context = _context_tokens(route)
+    prompt = max(len(token_ids) for token_ids in prompts)
+    if prompt + (request.length or 1) > context:
+        raise _too_long(
+            context,
+            f"{prompt} of the prompt and {request.length or 1} to come",
+            "max_tokens" if prompt < context else request.prompt_field,
         )
+
+
+def _too_long(context: int, got: str, param: str | None = None) -> RequestError:
+    # Many programs know by these words that they have to shorten a conversation.
+    return RequestError(
+        errors_pb2.REASON_CONTEXT_EXCEEDED,
+        f"this model's maximum context length is {context} tokens, for prompt and answer together, "
+        f"got {got}; shorten the prompt, or ask for fewer tokens",
+        param,
+    )
 
 
 def _context_tokens(route: Route) -> int:
     return min(capability.context_tokens for capability in route.capabilities)
 
 
-def _check_prompts(
-    prompts: Sequence[str | Sequence[int]], route: Route, vocabulary_size: int
-) -> None:
-    """Raises RequestError for prompts that no worker need be asked about."""
-    _check_length([prompt for prompt in prompts if isinstance(prompt, str)], route)
-    context = _context_tokens(route)
-    for token_ids in prompts:
-        if isinstance(token_ids, str):
-            continue
-        if len(token_ids) > context:
-            raise RequestError(
-                errors_pb2.REASON_CONTEXT_EXCEEDED,
-                f"expected a prompt of at most {context} tokens, got {len(token_ids)}; shorten it",
-                "prompt",
-            )
-        if (most := max(token_ids)) >= vocabulary_size:
-            raise RequestError(
-                errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
-                f"expected token ids in [0, {vocabulary_size}), got {most}",
-                "prompt",
-            )
+def _check_token_ids(prompts: Sequence[str | Sequence[int]], vocabulary_size: int) -> None:
+    """Raises RequestError for tokens that no worker need be asked about."""
+    most = max((max(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+    if most >= vocabulary_size:
+        raise RequestError(
+            errors_pb2.REASON_TOKEN_OUT_OF_RANGE,
+            f"expected token ids in [0, {vocabulary_size}), got {most}",
+            "prompt",
+        )
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:
