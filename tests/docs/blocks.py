@@ -33,6 +33,7 @@ __all__ = [
     "blocks_for_this_test",
     "blocks_of",
     "commands_of",
+    "lines_of",
     "targets_of",
 ]
 
@@ -129,13 +130,18 @@ def _in_a_list(above: list[str]) -> bool:
     return False
 
 
+def lines_of(text: str) -> Iterator[str]:
+    """The command lines of a block, each on one line and without its comment."""
+    for line in text.replace("\\\n", " ").splitlines():
+        bare = re.sub(r"(^|\s+)#.*$", "", line)
+        if bare.strip():
+            yield re.sub(r"\s+", " ", bare).strip()
+
+
 def commands_of(text: str) -> Iterator[list[str]]:
     """The words of each command in a block: continued lines are one; comments and settings none."""
-    for line in text.replace("\\\n", " ").splitlines():
-        bare = re.sub(r"\s+#.*$", "", line).strip()
-        if bare.startswith("#"):
-            continue
-        for command in re.split(r"\s+(?:&&|\|)\s+", bare):
+    for line in lines_of(text):
+        for command in re.split(r"\s+(?:&&|\|)\s+", line):
             if command and not re.fullmatch(r"[A-Z]=\S+", command):
                 yield command.split()
 

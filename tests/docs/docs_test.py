@@ -14,7 +14,7 @@ from meshnet_gguf.testing.pinned_storage import provide_model
 
 from tests.docs.blocks import blocks_of
 from tests.docs.network import enter_network
-from tests.docs.reader import Programs, Reader
+from tests.docs.reader import Programs, Reader, exports, installed
 
 DOCUMENTS = [pathlib.Path(path) for path in os.environ["DOCUMENTS"].split()]
 MODEL = pathlib.Path(os.environ["MESHNET_TEST_MODEL"]).absolute()
@@ -34,8 +34,6 @@ END = 800.0
 
 
 def programs(folder: pathlib.Path) -> Programs:
-    # Folders of packages that are this test's alone lie beside those of the programs' own.
-    environment = f'MESHNET_WORKER="{WORKER}" PYTHONPATH="{os.pathsep.join(sys.path)}"'
     return Programs(
         run={
             "//:demo": ["demo"],
@@ -46,13 +44,9 @@ def programs(folder: pathlib.Path) -> Programs:
         },
         build={"//cc/worker": [WORKER], "//release:all": RELEASE},
         path={
-            "worker": f'exec "{WORKER}" "$@"',
-            "meshnet": f"""
-                export {environment}
-                exec "{MESHNET}" "$@"
-            """,
+            **installed(MESHNET, WORKER),
             "demo": f"""
-                export {environment}
+                {exports(WORKER)}
                 case " $* " in
                 *" --fixture "*) ;;
                 *) [ -e "{folder}/demonstrated" ] && set -- "$@" --model "{SMALL_MODEL}" ;;

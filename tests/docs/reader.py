@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from tests.docs.blocks import Block
 
-__all__ = ["Programs", "Reader"]
+__all__ = ["Programs", "Reader", "exports", "installed"]
 
 _READY = 120.0
 _PIP = pathlib.Path(__file__).with_name("stand_in_pip.py")
@@ -105,6 +105,20 @@ def _bazel(programs: Programs) -> str:
         links = "".join(f' && ln -sf "{file}" {place}' for file in files)
         lines.append(f'"build {target}") mkdir -p {place}{links}; exit ;;')
     return "\n".join([*lines, "esac", 'echo "no stand-in for: $*" >&2', "exit 1"])
+
+
+def exports(worker: pathlib.Path) -> str:
+    """A shell's line: what a program of ours wants to run where Bazel has built it."""
+    # Folders of packages that are the test's alone lie beside those of the programs' own.
+    return f'export MESHNET_WORKER="{worker}" PYTHONPATH="{os.pathsep.join(sys.path)}"'
+
+
+def installed(meshnet: pathlib.Path, worker: pathlib.Path) -> dict[str, str]:
+    """Both commands for the PATH, as an installation has them."""
+    return {
+        "worker": f'exec "{worker}" "$@"',
+        "meshnet": f'{exports(worker)}\nexec "{meshnet}" "$@"',
+    }
 
 
 class Reader:

@@ -1,8 +1,6 @@
 """Certifies a lane on the hardware at hand: parity, concurrency, cancellation, cleanup and speed.
 
     meshnet certify smollm2 --model-id smollm2 --evidence lane.json
-    meshnet certify smollm2 --model-id smollm2 --evidence lane.json \\
-        --trusted-key approver.pem.pub --key certifier.pem --records lane.records
     meshnet certify --evidence lane.json --trusted-key approver.pem.pub \\
         --key certifier.pem --records lane.records
     meshnet certify smollm2 --mixed --head-flag=--device=cpu --evidence mixture.json

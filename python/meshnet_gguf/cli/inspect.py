@@ -1,7 +1,7 @@
 """Shows what a model consists of, what each stage of a split would own, and where it may be cut.
 
     meshnet inspect model.gguf
-    meshnet inspect model-00001-of-00003.gguf --cuts 12,30 --json
+    meshnet inspect model-00001-of-00003.gguf --cuts 3,6 --json
     meshnet inspect model.gguf --stages 4 --svg layers.svg
     meshnet inspect model.gguf --contract deepseek-v4-flash --manifest manifest.json --json
 

@@ -1,8 +1,8 @@
 """Proposes which machine takes which layers of a model, and says why.
 
     meshnet plan model.gguf --machines machines.yaml
-    meshnet plan model.gguf --machines machines.yaml --stages 3 --accept-slower
-    meshnet plan model.gguf --machines machines.yaml --split berlin=0:12,paris=12:30 --json
+    meshnet plan model.gguf --machines machines.yaml --stages 2 --accept-slower
+    meshnet plan model.gguf --machines machines.yaml --split berlin=0:12,paris=12:30 --accept-slower
     meshnet plan model.gguf --tracker 127.0.0.1:7100 --model-id smollm2
     meshnet plan --sample > machines.yaml
 

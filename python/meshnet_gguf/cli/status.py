@@ -110,8 +110,8 @@ def _console() -> rich.console.Console:
 
 @contextlib.contextmanager
 def _shown_again() -> Iterator[Callable[[MeshStatus], None]]:
-    """Shows one status in the place of the one before; with --json below it."""
-    if output.wants_json():
+    """Shows one status in the place of the one before; below it where that is no terminal."""
+    if output.wants_json() or not sys.stdout.isatty():
         yield _show
         return
     with rich.live.Live(console=_console(), auto_refresh=False) as live:

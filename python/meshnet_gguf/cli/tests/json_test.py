@@ -21,6 +21,7 @@ from meshnet_gguf.testing.commands import Commands
 from meshnet_gguf.testing.lane_contract import record_that_certifies, write_lane_contract
 from meshnet_gguf.testing.node_process import node_values
 from meshnet_gguf.testing.serve_process import serving
+from meshnet_gguf.testing.short_plan import write_short_plan
 
 MESHNET = os.environ["MESHNET"]
 TINY = pathlib.Path(os.environ["FIXTURE_TINY"]).absolute()
@@ -30,17 +31,6 @@ machines:
   - {name: large, memory: 1GB, weights_per_second: 2GB, latency_us: 100}
 """
 OUTCOME = [field.name for field in dataclasses.fields(Outcome)]
-PLAN = {
-    "stages": 2,
-    "context_tokens": 256,
-    "prefill_chunk_tokens": 64,
-    "rollback_tokens": 64,
-    "prompt_tokens": [20],
-    "decode_tokens": 4,
-    "compared_logit_rows": 2,
-    "cancellations": 1,
-    "sessions": 2,
-}
 
 
 @dataclasses.dataclass
@@ -225,8 +215,7 @@ async def plans(asking: Asking) -> None:
 
 
 async def measured(asking: Asking) -> None:
-    plan, target = asking.folder / "plan.json", asking.folder / "evidence.json"
-    plan.write_text(json.dumps(PLAN))
+    plan, target = write_short_plan(asking.folder), asking.folder / "evidence.json"
     record = await asking.answer(
         "evidence",
         TINY,
