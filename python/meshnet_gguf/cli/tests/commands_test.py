@@ -8,10 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from meshnet.certification import Lane, issue
 from meshnet.errors import Reason
 from meshnet.signing import SigningKey
@@ -27,12 +25,6 @@ MESHNET = os.environ["MESHNET"]
 DOCS = pathlib.Path(os.environ["DOCS"])
 TINY = pathlib.Path(os.environ["FIXTURE_TINY"])
 for_all = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def commands() -> AsyncIterator[Commands]:
-    async with Commands() as running:
-        yield running
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -5,29 +5,19 @@ import json
 import os
 import pathlib
 import xml.etree.ElementTree as ET
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from meshnet_gguf.testing.commands import Commands
 from meshnet_gguf.testing.serve_process import serving
 
 MESHNET = os.environ["MESHNET"]
 MODEL = pathlib.Path(os.environ["DEEPSEEK4_MODEL"]).resolve()
 NAME = MODEL.stem
-COMMANDS = Commands()
-run = COMMANDS.run
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
-async def commands() -> AsyncIterator[None]:
-    async with COMMANDS:
-        yield
-
-
-async def test_commands_around_a_mesh(tmp_path: pathlib.Path) -> None:
+async def test_commands_around_a_mesh(commands: Commands, tmp_path: pathlib.Path) -> None:
     """It serves the first half of a model; another process has joined with the rest."""
     places = ("--listen=127.0.0.1:0", "--mesh-listen=127.0.0.1:0")
     async with (
@@ -38,16 +28,16 @@ async def test_commands_around_a_mesh(tmp_path: pathlib.Path) -> None:
         assert (mesh["model"], mesh["missing"], len(mesh["workers"])) == (NAME, [4, 8], 1)
         assert set(joined) == {"node", "worker", "layers", "missing", "seconds"}
         assert (joined["layers"], joined["missing"]) == ([4, 8], [])
-        await check_status(mesh)
+        await check_status(commands, mesh)
         await check_status_goes_on(mesh)
-        await check_doctor(mesh)
-        await check_models(mesh)
-        await check_bench(mesh, tmp_path)
+        await check_doctor(commands, mesh)
+        await check_models(commands, mesh)
+        await check_bench(commands, mesh, tmp_path)
 
 
-async def check_status(mesh: dict[str, Any]) -> None:
+async def check_status(commands: Commands, mesh: dict[str, Any]) -> None:
     for flag in (f"--url={mesh['url']}", f"--tracker={mesh['tracker']}"):
-        code, out, err = await run("status", flag, "--json")
+        code, out, err = await commands.run("status", flag, "--json")
         assert code == 0, err
         (model,) = json.loads(out)["models"]
         assert (model["name"], model["layers"], model["problem"]) == (NAME, 8, None)
@@ -57,7 +47,7 @@ async def check_status(mesh: dict[str, Any]) -> None:
         ]
         (lane,) = model["lanes"]
         assert lane["admission"] == "DARK_ADMITTED"
-    code, out, _ = await run("status", f"--url={mesh['url']}")
+    code, out, _ = await commands.run("status", f"--url={mesh['url']}")
     assert code == 0
     assert f"{NAME}, 8 layers: served" in out
     assert "DARK_ADMITTED (no valid certification record" in out
@@ -80,9 +70,9 @@ async def check_status_goes_on(mesh: dict[str, Any]) -> None:
     assert times[0] < times[1]
 
 
-async def check_doctor(mesh: dict[str, Any]) -> None:
+async def check_doctor(commands: Commands, mesh: dict[str, Any]) -> None:
     busy = mesh["url"].removeprefix("http://").removesuffix("/v1")
-    code, out, err = await run(
+    code, out, err = await commands.run(
         "doctor", f"--tracker={mesh['tracker']}", f"--ports={busy},127.0.0.1:0", "--json"
     )
     found = {check["name"]: check for check in json.loads(out)["checks"]}
@@ -102,11 +92,12 @@ async def check_doctor(mesh: dict[str, Any]) -> None:
     assert all(bool(check["cure"]) == (check["level"] != "ok") for check in found.values())
 
 
-async def test_doctor_fails_with_a_cure(tmp_path: pathlib.Path) -> None:
-    assert (await run("certs", "init", str(tmp_path / "ca")))[0] == 0
-    assert (await run("certs", "issue", str(tmp_path / "ca"), "a", "--host=10.0.0.5"))[0] == 0
+async def test_doctor_fails_with_a_cure(commands: Commands, tmp_path: pathlib.Path) -> None:
+    authority = str(tmp_path / "ca")
+    assert (await commands.run("certs", "init", authority)).code == 0
+    assert (await commands.run("certs", "issue", authority, "a", "--host=10.0.0.5")).code == 0
     folder = tmp_path / "ca"
-    code, out, _ = await run(
+    code, out, _ = await commands.run(
         "doctor",
         "--tracker=127.0.0.1:1",
         f"--tls-cert={folder}/a.pem",
@@ -123,20 +114,20 @@ async def test_doctor_fails_with_a_cure(tmp_path: pathlib.Path) -> None:
     assert any(line.startswith("fail") and "tracker.127.0.0.1:1" in line for line in lines)
 
 
-async def check_models(mesh: dict[str, Any]) -> None:
-    code, out, err = await run("models", f"--tracker={mesh['tracker']}", "--json")
+async def check_models(commands: Commands, mesh: dict[str, Any]) -> None:
+    code, out, err = await commands.run("models", f"--tracker={mesh['tracker']}", "--json")
     assert code == 0, err
     said = json.loads(out)
     assert said["served"] == [NAME]
     assert "smollm2" in {model["name"] for model in said["known"]}
-    code, out, _ = await run("models", f"--url={mesh['url']}")
+    code, out, _ = await commands.run("models", f"--url={mesh['url']}")
     assert (code, NAME in out, "smollm2" in out) == (0, True, True)
-    code, _, err = await run("models", "--url=http://127.0.0.1:1/v1")
+    code, _, err = await commands.run("models", "--url=http://127.0.0.1:1/v1")
     assert (code, "PEER_UNREACHABLE" in err) == (1, True)
 
 
-async def check_bench(mesh: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    code, out, err = await run(
+async def check_bench(commands: Commands, mesh: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    code, out, err = await commands.run(
         "bench",
         mesh["url"],
         str(MODEL),

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 from meshnet_gguf.testing.cluster import cluster_of, fake_specs
 from meshnet_gguf.testing.commands import Commands
 
@@ -21,15 +20,7 @@ END = 60.0
 FOREVER = ("--fake_delay=3ms", "--context_tokens=100000")
 
 
-COMMANDS = Commands()
-run = COMMANDS.run
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
-async def commands() -> AsyncIterator[None]:
-    async with COMMANDS:
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -56,20 +47,22 @@ async def served(
             await process.wait()
 
 
-async def test_serve_answers_clients_and_ends_when_told() -> None:
+async def test_serve_answers_clients_and_ends_when_told(commands: Commands) -> None:
     async with served() as (said, process):
         assert said["model"] == "fake"
         async with openai.AsyncOpenAI(base_url=said["url"], api_key="x", max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == ["fake"]
-        code, out, err = await run("chat", f"--url={said['url']}", "--max-tokens=5", stdin="Hello")
+        code, out, err = await commands.run(
+            "chat", f"--url={said['url']}", "--max-tokens=5", stdin="Hello"
+        )
         assert code == 0, err
         assert out.endswith("\n")
-        code, out, _ = await run(
+        code, out, _ = await commands.run(
             "chat", "fake", f"--url={said['url']}", "--max-tokens=5", "--json", stdin="Hello"
         )
         assert (code, json.loads(out)["model"]) == (0, "fake")
         assert await answers_on_a_terminal(said["url"]) == ["fake", "fake"]
-        code, out, err = await run("chat", "other", f"--url={said['url']}", stdin="Hello")
+        code, out, err = await commands.run("chat", "other", f"--url={said['url']}", stdin="Hello")
         assert code == 1
         assert "NOT_SERVED" in err
         process.send_signal(signal.SIGTERM)
@@ -108,22 +101,22 @@ async def test_a_stream_that_outlives_the_server_is_told_so() -> None:
         assert await process.wait() == 0
 
 
-async def test_serve_with_keys(tmp_path: pathlib.Path) -> None:
+async def test_serve_with_keys(commands: Commands, tmp_path: pathlib.Path) -> None:
     file = str(tmp_path / "keys.json")
-    code, key, _ = await run("api-keys", "add", file, "alice", "--max-active", "2")
+    code, key, _ = await commands.run("api-keys", "add", file, "alice", "--max-active", "2")
     assert code == 0
     async with served(f"--api-keys={file}") as (said, _):
         arguments = ("chat", f"--url={said['url']}", "--max-tokens=2")
         with_key = {"OPENAI_API_KEY": key.strip()}
-        code, _, err = await run(*arguments, stdin="Hello")
+        code, _, err = await commands.run(*arguments, stdin="Hello")
         assert code == 1
         assert "UNAUTHENTICATED" in err
-        code, _, err = await run(*arguments, stdin="Hello", environment=with_key)
+        code, _, err = await commands.run(*arguments, stdin="Hello", environment=with_key)
         assert code == 0, err
-        assert (await run("api-keys", "remove", file, "alice"))[0] == 0
-        code, _, err = await run(*arguments, stdin="Hello", environment=with_key)
+        assert (await commands.run("api-keys", "remove", file, "alice")).code == 0
+        code, _, err = await commands.run(*arguments, stdin="Hello", environment=with_key)
         assert "UNAUTHENTICATED" in err
-    code, out, _ = await run("api-keys", "list", file, "--json")
+    code, out, _ = await commands.run("api-keys", "list", file, "--json")
     assert json.loads(out) == {"keys": []}
 
 
@@ -172,6 +165,8 @@ async def test_names_of_a_gateway() -> None:
         (("api-keys", "add", "file"), 2, "expected add"),
     ],
 )
-async def test_what_is_refused(arguments: tuple[str, ...], code: int, word: str) -> None:
-    found, _, err = await run(*arguments)
+async def test_what_is_refused(
+    commands: Commands, arguments: tuple[str, ...], code: int, word: str
+) -> None:
+    found, _, err = await commands.run(*arguments)
     assert (found, word in err) == (code, True), err
