@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
@@ -16,10 +17,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["ControlError", "Reason", "abort", "error_from_rpc"]
+__all__ = ["ControlError", "Reason", "abort", "error_from_rpc", "rpc_text"]
 
 _DOMAIN = "meshnet"
 _DETAILS_KEY = "grpc-status-details-bin"
+# Who calls says whom: the address comes once more behind this.
+_CONNECTING = re.compile(
+    r"^failed to connect to all addresses; last error: [A-Z_]+: (?:(?:ipv4|ipv6|unix):\S+: )?"
+)
 
 
 class Reason(enum.Enum):
@@ -106,4 +111,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> ControlError:
         grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
         grpc.StatusCode.CANCELLED: Reason.CANCELLED,
     }.get(error.code(), Reason.PEER_UNREACHABLE)
-    return ControlError(reason, f"{error.details() or ''} (gRPC status {error.code().name})")
+    return ControlError(reason, rpc_text(error))
+
+
+def rpc_text(error: grpc.aio.AioRpcError) -> str:
+    """gRPC's own words for a call that failed, without those before the cause and the status."""
+    return f"{_CONNECTING.sub('', error.details() or '')} (gRPC status {error.code().name})"

@@ -49,6 +49,7 @@ __all__ = [
 
 _Stub = TypeVar("_Stub")
 
+_UNIX: Final = ("unix:", "unix-abstract:")
 _MAX_MESSAGE_BYTES = 72 << 20
 CHANNEL_OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -189,7 +190,7 @@ class Security:
 
 def is_loopback(endpoint: str) -> bool:
     """Whether HOST:PORT, [HOST]:PORT or unix:PATH stays on this machine."""
-    if endpoint.startswith(("unix:", "unix-abstract:")):
+    if endpoint.startswith(_UNIX):
         return True
     host = endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if host == "localhost":
@@ -203,15 +204,25 @@ def is_loopback(endpoint: str) -> bool:
 def check_listen(listen: str, *, secured: bool, insecure: bool) -> None:
     """What everything of ours that listens asks before it binds HOST:PORT.
 
-    Raises ControlError (INSECURE_TRANSPORT) for an address beyond loopback without TLS, unless the
-    operator said that the network is trusted.
+    Raises ControlError: CONFIGURATION_INVALID for a port that there is not, of which gRPC would
+    take the lower 16 bits; INSECURE_TRANSPORT for an address beyond loopback without TLS, unless
+    the operator said that the network is trusted.
     """
+    if not listen.startswith(_UNIX) and not _has_port(listen):
+        raise ControlError(Reason.CONFIGURATION_INVALID, f"expected HOST:PORT, got {listen!r}")
     if not secured and not insecure and not is_loopback(listen):
         raise ControlError(
             Reason.INSECURE_TRANSPORT,
             f"expected TLS to serve on {listen}, which is not a loopback address; "
             "name a certificate and its key, or say --insecure if the network itself is trusted",
         )
+
+
+def _has_port(listen: str) -> bool:
+    _, colon, port = listen.rpartition(":")
+    if not (colon and port.isascii() and port.isdecimal()):
+        return False
+    return len(port) <= 5 and int(port) <= 65535
 
 
 def make_server() -> grpc.aio.Server:

@@ -27,7 +27,7 @@ from cryptography import x509
 from meshnet.certificates import describe
 from meshnet.errors import ControlError
 from meshnet.tracker_client import TrackerClient
-from meshnet.transport import Security, TlsFiles
+from meshnet.transport import Security, TlsFiles, check_listen
 
 from meshnet_gguf.client import WorkerClient, WorkerState
 from meshnet_gguf.errors import MeshnetError
@@ -194,6 +194,12 @@ def check_ports(addresses: Sequence[str]) -> list[Check]:
     found = []
     for address in addresses:
         name = f"port.{address.rpartition(':')[2]}"
+        try:
+            check_listen(address, secured=True, insecure=False)
+        except ControlError as error:
+            cure = "give --ports addresses such as 127.0.0.1:8080"
+            found.append(Check(name, Level.FAIL, error.message, cure))
+            continue
         problem = _why_not_listen(address)
         if problem is None:
             found.append(_ok(name, f"{address} is free"))
@@ -228,8 +234,10 @@ def _why_not_listen(address: str) -> int | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
             probe.listen(1)
-    except (OSError, ValueError) as error:
-        return getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+    except socket.gaierror:
+        return errno.EADDRNOTAVAIL
+    except OSError as error:
+        return error.errno or errno.EADDRNOTAVAIL
     return None
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from meshnet.errors import ControlError
+from meshnet.errors import ControlError, rpc_text
 
 from proto.meshnet.shard.v1 import errors_pb2
 
@@ -143,10 +143,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshnetError:
     found = reason_in_details(error)
     if found is not None:
         return found
-    text = error.details() or ""
-    code = error.code()
-    reason = _REASONS_OF_CODES.get(code, errors_pb2.REASON_ENGINE_FAILURE)
-    return MeshnetError(reason, f"{text} (gRPC status {code.name})")
+    reason = _REASONS_OF_CODES.get(error.code(), errors_pb2.REASON_ENGINE_FAILURE)
+    return MeshnetError(reason, rpc_text(error))
 
 
 def reason_in_details(error: grpc.aio.AioRpcError) -> MeshnetError | None:

@@ -66,6 +66,14 @@ async def test_plaintext_beyond_loopback_is_refused_everywhere() -> None:
     await dial("10.0.0.1:7000", Security(insecure=True)).close(None)
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:99999", "127.0.0.1:x", "127.0.0.1:", "localhost"])
+def test_ports_that_there_are_not(listen: str) -> None:
+    """GRPC would listen on 34463 for the first, and nobody would find it."""
+    error = refusal(lambda: bind(make_server(), listen))
+    assert error.reason is Reason.CONFIGURATION_INVALID
+    assert error.message == f"expected HOST:PORT, got {listen!r}"
+
+
 @pytest.mark.parametrize("names", [("a", "", ""), ("", "b", "c"), ("a", "b", "")])
 def test_some_tls_files_are_none(names: tuple[str, str, str]) -> None:
     assert refusal(lambda: TlsFiles.named(*names)).reason is Reason.CONFIGURATION_INVALID

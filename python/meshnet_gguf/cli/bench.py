@@ -16,19 +16,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 from absl import app, flags
 
 from meshnet_gguf import progress
 from meshnet_gguf.chart import render_groups
-from meshnet_gguf.cli import gateway_flags, output
+from meshnet_gguf.cli import gateway_flags, output, terminal
 from meshnet_gguf.client import open_route
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import read_model
@@ -123,19 +118,17 @@ async def _model(model: str, stages: int, load: Load) -> tuple[str, Speed]:
 
 
 def _show(found: dict[str, Speed]) -> None:
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    table.add_column("target")
-    for title in ("first token ms", "prompt tokens/s", "answer tokens/s"):
-        table.add_column(title, justify="right")
-    for name, speed in found.items():
-        table.add_row(
-            rich.text.Text("".join(char for char in name if char.isprintable())),
+    numbers = ("first token ms", "prompt tokens/s", "answer tokens/s")
+    rows = [
+        (
+            name,
             _spread(speed.first_token_ms),
             _spread(speed.prompt_tokens_per_s),
             _spread(speed.decode_tokens_per_s),
         )
-    console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(table)
+        for name, speed in found.items()
+    ]
+    terminal.show(terminal.table(("target", *numbers), rows, numbers=numbers))
 
 
 def _spread(spread: Spread | None) -> str:

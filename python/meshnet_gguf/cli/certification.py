@@ -26,9 +26,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
-import rich.box
-import rich.console
-import rich.table
 from absl import app, flags
 from meshnet.certification import Certification, CertificationBook, Lane, issue, read_records
 from meshnet.errors import ControlError, error_from_rpc
@@ -36,7 +33,7 @@ from meshnet.signing import SigningKey, TrustedKeys
 from meshnet.transport import dial
 
 from meshnet_gguf import certify, progress
-from meshnet_gguf.cli import output, security_flags
+from meshnet_gguf.cli import output, security_flags, terminal
 from meshnet_gguf.client import WorkerClient
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder
 from proto.meshnet.control.v1 import tracker_pb2, tracker_pb2_grpc
@@ -88,10 +85,9 @@ def _show(records: Sequence[bytes]) -> int:
     if output.wants_json():
         output.print_json({"records": rows})
     else:
-        table = rich.table.Table(*rows[0], box=rich.box.SIMPLE)
-        for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
-        rich.console.Console(highlight=False, soft_wrap=True).print(table)
+        titles = tuple(rows[0]) if rows else ()
+        shown = [tuple(map(str, row.values())) for row in rows]
+        terminal.show(terminal.table(titles, shown) if rows else "no records")
     return 0 if all(row["trusted"] for row in rows) else 1
 
 

@@ -28,12 +28,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import rich.console
 from absl import app, flags
 from meshnet.signing import SigningKey, TrustedKeys
 
 from meshnet_gguf import certify, evidence, progress
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, terminal
 from meshnet_gguf.measurement import LaneWorkers
 from meshnet_gguf.models import fetch_model, pinned_models
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder
@@ -156,16 +155,13 @@ def _judge(
             }
         )
     else:
-        console = rich.console.Console(highlight=False, soft_wrap=True)
         lane = f"{record['model_id']} on {_backend(record)}"
         if reasons:
-            console.print(f"{lane} stays dark:", markup=False)
-            for reason in reasons:
-                console.print(f"  {reason}", markup=False)
+            terminal.show(f"{lane} stays dark:", *(f"  {reason}" for reason in reasons))
         elif record_id:
-            console.print(f"{lane} is certified: record {record_id}", markup=False)
+            terminal.show(f"{lane} is certified: record {record_id}")
         else:
-            console.print(f"{lane} can be certified; give --key and --records", markup=False)
+            terminal.show(f"{lane} can be certified; give --key and --records")
     return _NOT_CERTIFIED if reasons else 0
 
 

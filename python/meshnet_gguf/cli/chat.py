@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         if sys.stdin.isatty():
             _converse(http, model, messages)
         else:
-            messages.append({"role": "user", "content": sys.stdin.read().strip()})
+            messages.append({"role": "user", "content": _question_on_stdin()})
             _answer(http, model, messages)
     return 0
 
@@ -85,6 +85,13 @@ def _question() -> str:
     sys.stderr.write("> ")
     sys.stderr.flush()
     return input()
+
+
+def _question_on_stdin() -> str:
+    question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    if not question:
+        raise app.UsageError("expected a question on stdin, or a terminal to ask on; got nothing")
+    return question
 
 
 def _first_model(http: httpx.Client) -> str:

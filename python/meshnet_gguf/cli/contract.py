@@ -20,14 +20,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
 from absl import app, flags
 from meshnet.signing import SigningKey, TrustedKeys
 
 from meshnet_gguf import performance_contract as contracts
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, terminal
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.performance_contract import Outcome, PerformanceContract
 from proto.meshnet.shard.v1 import errors_pb2
@@ -91,14 +88,14 @@ def _check(names: Sequence[str]) -> int:
     if output.wants_json():
         output.print_json({"contracts": rows})
         return 0
-    table = rich.table.Table("contract", "locked", "approved by", "terms", box=rich.box.SIMPLE)
+    shown = []
     for row in rows:
         by = "nobody yet"
         if row["approved_by"]:
             doubt = "" if row["approval_is_trusted"] else " (no --trusted-key of theirs)"
             by = f"{row['approved_by']}{doubt}"
-        table.add_row(row["contract"], row["locked_at"], by, str(row["sha256"])[:16])
-    _console().print(table)
+        shown.append((row["contract"], row["locked_at"], by, str(row["sha256"])[:16]))
+    terminal.show(terminal.table(("contract", "locked", "approved by", "terms"), shown))
     return 0
 
 
@@ -121,7 +118,7 @@ def _say(contract: PerformanceContract) -> int:
     if output.wants_json():
         output.print_json(found)
     else:
-        _console().print(f"{found['contract']} {found['sha256']}", markup=False)
+        terminal.show(f"{found['contract']} {found['sha256']}")
     return 0
 
 
@@ -147,26 +144,22 @@ def _results(path: pathlib.Path) -> Any:
 
 
 def _show(contract: PerformanceContract, outcome: Outcome) -> None:
-    console = _console()
-    table = rich.table.Table("", "bound", "measured", "", box=rich.box.SIMPLE)
+    rows = []
     for finding in outcome.findings:
         measured = "-" if finding.measured is None else f"{finding.measured:.4g}"
         words = ("STOP", "") if finding.kind == "stop" else ("holds", "MISSED")
-        table.add_row(finding.id, finding.bound, measured, words[0 if finding.holds else 1])
-    console.print(table)
-    for gain in outcome.gains:
-        console.print(
-            f"{gain['cause']}: {gain['metric']} of {gain['lane']} is {gain['ratio']:.3g} x "
-            f"{gain['against']}, {gain['concurrency']} sessions",
-            markup=False,
-        )
-    for reason in outcome.reasons:
-        console.print(f"- {reason}", markup=False)
-    console.print(f"{contract.key}: {outcome.decision}", markup=False)
-
-
-def _console() -> rich.console.Console:
-    return rich.console.Console(highlight=False, soft_wrap=True)
+        rows.append((finding.id, finding.bound, measured, words[0 if finding.holds else 1]))
+    gains = [
+        f"{gain['cause']}: {gain['metric']} of {gain['lane']} is {gain['ratio']:.3g} x "
+        f"{gain['against']}, {gain['concurrency']} sessions"
+        for gain in outcome.gains
+    ]
+    terminal.show(
+        terminal.table(("term", "bound", "measured", ""), rows),
+        *gains,
+        *(f"- {reason}" for reason in outcome.reasons),
+        f"{contract.key}: {outcome.decision}",
+    )
 
 
 def _now() -> datetime.datetime:

@@ -14,15 +14,12 @@ it fits. Exit code 1 when a check fails; warnings are none.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 
-import rich.console
-import rich.text
 from absl import app, flags
 
 from meshnet_gguf import doctor, progress
-from meshnet_gguf.cli import mesh_flags, output
+from meshnet_gguf.cli import mesh_flags, output, terminal
 from meshnet_gguf.doctor import Check, Level
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gguf_file import read_model
@@ -86,17 +83,11 @@ def _needed(model: str) -> tuple[int, int]:
 
 
 def _show(checks: Sequence[Check]) -> None:
-    console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = terminal.console()
     width = max(len(check.name) for check in checks)
     for check in checks:
-        line = rich.text.Text()
-        line.append(f"{check.level.value:5}", _COLOURS[check.level])
-        line.append(f"{_printable(check.name):{width}}  {_printable(check.message)}")
-        console.print(line)
+        found = terminal.line(f"{check.level.value:5}", _COLOURS[check.level])
+        found.append_text(terminal.line(f"{check.name:{width}}  {check.message}", "default"))
+        console.print(found)
         if check.cure:
-            console.print(rich.text.Text(f"{'':5}{'':{width}}  -> {check.cure}"))
-
-
-def _printable(text: str) -> str:
-    # Names and messages come from other machines.
-    return "".join(char if char.isprintable() else " " for char in text)
+            console.print(terminal.line(f"{'':5}{'':{width}}  -> {check.cure}"))

@@ -19,13 +19,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
 from absl import app, flags
 
 from meshnet_gguf import evidence, progress
-from meshnet_gguf.cli import output
+from meshnet_gguf.cli import output, terminal
 from meshnet_gguf.contract import load_contract
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.measurement import Plan
@@ -84,17 +81,15 @@ def run(arguments: Sequence[str]) -> int:
     if output.wants_json():
         output.print_json(record)
     else:
-        _show(record, rich.console.Console(highlight=False, soft_wrap=True))
+        _show(record)
     return 0 if record["outcome"] == "identical" else 1
 
 
-def _show(record: Mapping[str, Any], console: rich.console.Console) -> None:
+def _show(record: Mapping[str, Any]) -> None:
     results = record["results"]
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    for title in ("prompt", "first token", "prompt/s", "ms/token", "whole", "difference"):
-        table.add_column(title, justify="right")
-    for row in results["rows"]:
-        table.add_row(
+    titles = ("prompt", "first token", "prompt/s", "ms/token", "whole", "difference")
+    rows = [
+        (
             str(row["prompt_tokens"]),
             f"{row['ttft_ms']:.0f} ms",
             f"{row['prompt_tokens_per_s']:.0f}",
@@ -102,10 +97,11 @@ def _show(record: Mapping[str, Any], console: rich.console.Console) -> None:
             f"{row['whole_ms_per_token']:.1f}",
             f"{row['max_logit_difference']:g}",
         )
-    console.print(table)
-    console.print(
+        for row in results["rows"]
+    ]
+    terminal.show(
+        terminal.table(titles, rows, numbers=titles),
         f"{record['outcome']} over {len(results['layers'])} workers: evidence of class "
         f"{record['class']}, contract {record['contract']['name']}, artifact "
         f"{record['artifact']['sha256']}; the lane stays {record['lane']}",
-        markup=False,
     )

@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 from absl import app
 from meshnet.tracker_client import TrackerClient
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import gateway_flags, mesh_flags, output
+from meshnet_gguf.cli import gateway_flags, mesh_flags, output, terminal
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.models import pinned_models
 from meshnet_gguf.provisioned_set import installed_sets
@@ -52,25 +47,18 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 0
     names = {model["artifact_sha256"]: model["name"] for model in known}
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    for title in ("model", "state"):
-        table.add_column(title)
-    table.add_column("MB", justify="right")
-    table.add_column("where")
     here = {model["artifact_sha256"] for model in installed}
-    for model in known:
-        if model["artifact_sha256"] not in here:
-            table.add_row(
-                model["name"], "known", f"{model['bytes'] / 1e6:.0f}", f"{model['license']}"
-            )
+    rows = [
+        (model["name"], "known", f"{model['bytes'] / 1e6:.0f}", model["license"])
+        for model in known
+        if model["artifact_sha256"] not in here
+    ]
     for model in installed:
         name = names.get(model["artifact_sha256"], model["name"])
         state = "here" if model["whole"] else f"here, {model['verified_share']:.0%} of it"
-        table.add_row(_plain(name), state, f"{model['bytes'] / 1e6:.0f}", _plain(model["folder"]))
-    for name in served:
-        table.add_row(_plain(name), "served", "", _plain(where))
-    console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(table)
+        rows.append((name, state, f"{model['bytes'] / 1e6:.0f}", model["folder"]))
+    rows += [(name, "served", "", where) for name in served]
+    terminal.show(terminal.table(("model", "state", "MB", "where"), rows, numbers=("MB",)))
     return 0
 
 
@@ -126,7 +114,3 @@ async def _ask_tracker() -> list[str]:
     async with TrackerClient(mesh_flags.trackers(), security=mesh_flags.security()) as tracker:
         answer = await tracker.list_workers(tracker_pb2.ListWorkersRequest())
     return sorted({worker.registration.model_id for worker in answer.workers})
-
-
-def _plain(text: str) -> rich.text.Text:
-    return rich.text.Text("".join(char for char in text if char.isprintable()))

@@ -19,14 +19,11 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-import rich.box
-import rich.console
-import rich.table
 from absl import app, flags
 from meshnet.tracker_client import TrackerClient
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import mesh_flags, output
+from meshnet_gguf.cli import mesh_flags, output, terminal
 from meshnet_gguf.gguf_file import read_model
 from meshnet_gguf.inventory import take_inventory
 from meshnet_gguf.plan import Machine, ModelShape, Plan, evaluate, make_plan, shape_of
@@ -123,24 +120,23 @@ def _split() -> list[tuple[str, tuple[int, int]]]:
 
 
 def _show(plan: Plan) -> None:
-    console = rich.console.Console(highlight=False, soft_wrap=True)
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    table.add_column("machine")
-    table.add_column("layers")
-    for title in ("takes GiB", "leaves GiB", "compute ms", "seam ms"):
-        table.add_column(title, justify="right")
+    numbers = ("takes GiB", "leaves GiB", "compute ms", "seam ms")
+    rows = []
     for index, stage in enumerate(plan.stages):
         seam = f"{stage.seam_us / 1000:.3f}" + (" (back)" if index + 1 == len(plan.stages) else "")
-        table.add_row(
-            stage.machine,
-            f"[{stage.layers[0]}, {stage.layers[1]})",
-            f"{stage.memory_bytes / _GIB:.2f}",
-            f"{stage.memory_free_bytes / _GIB:.2f}",
-            f"{stage.compute_us / 1000:.3f}",
-            seam if len(plan.stages) > 1 else "",
+        rows.append(
+            (
+                stage.machine,
+                f"[{stage.layers[0]}, {stage.layers[1]})",
+                f"{stage.memory_bytes / _GIB:.2f}",
+                f"{stage.memory_free_bytes / _GIB:.2f}",
+                f"{stage.compute_us / 1000:.3f}",
+                seam if len(plan.stages) > 1 else "",
+            )
         )
-    console.print(table)
     rate = 1e6 / plan.total_us if plan.total_us else 0.0
-    console.print(f"a token takes {plan.total_us / 1000:.3f} ms: {rate:.1f} tokens/s", markup=False)
-    for reason in plan.reasons:
-        console.print(f"- {reason}", markup=False)
+    terminal.show(
+        terminal.table(("machine", "layers", *numbers), rows, numbers=numbers),
+        f"a token takes {plan.total_us / 1000:.3f} ms: {rate:.1f} tokens/s",
+        *(f"- {reason}" for reason in plan.reasons),
+    )

@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import rich.box
-import rich.console
-import rich.table
 from absl import app
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import output, security_flags
+from meshnet_gguf.cli import output, security_flags, terminal
 from meshnet_gguf.client import Capability, WorkerClient
 from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.protocol import recipe_fingerprint
@@ -37,9 +34,8 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError(f"expected one or two workers as HOST:PORT, got {len(arguments)}")
     with progress.working("asking the workers"):
         found = asyncio.run(_ask_all(arguments))
-    console = rich.console.Console(highlight=False, soft_wrap=True)
     if len(found) == 1:
-        _show(found[0], console)
+        _show(found[0])
         return 0
     changes = differences(found[0].recipe, found[1].recipe)
     if output.wants_json():
@@ -52,12 +48,13 @@ def run(arguments: Sequence[str]) -> int:
             }
         )
     elif not changes:
-        console.print(f"the same recipe: {found[0].recipe_fingerprint}", markup=False)
+        terminal.show(f"the same recipe: {found[0].recipe_fingerprint}")
     else:
-        table = rich.table.Table("field", *arguments, box=rich.box.SIMPLE)
-        for name, *values in changes:
-            table.add_row(name, *("(none)" if value is None else value for value in values))
-        console.print(table)
+        rows = [
+            (name, *("(none)" if value is None else value for value in values))
+            for name, *values in changes
+        ]
+        terminal.show(terminal.table(("field", *arguments), rows))
     return 1 if changes else 0
 
 
@@ -78,7 +75,7 @@ async def _ask(endpoint: str) -> Capability:
     return capability
 
 
-def _show(capability: Capability, console: rich.console.Console) -> None:
+def _show(capability: Capability) -> None:
     entries = explain(capability.recipe)
     if output.wants_json():
         output.print_json(
@@ -90,9 +87,9 @@ def _show(capability: Capability, console: rich.console.Console) -> None:
             }
         )
         return
-    table = rich.table.Table("field", "value", "what it is", box=rich.box.SIMPLE)
-    for entry in entries:
-        table.add_row(entry.name, entry.value, entry.meaning)
-    console.print(table)
-    console.print(f"fingerprint {capability.recipe_fingerprint}", markup=False)
-    console.print(f"layers {capability.layers}, evidence {capability.evidence}", markup=False)
+    rows = [(entry.name, entry.value, entry.meaning) for entry in entries]
+    terminal.show(
+        terminal.table(("field", "value", "what it is"), rows),
+        f"fingerprint {capability.recipe_fingerprint}",
+        f"layers {capability.layers}, evidence {capability.evidence}",
+    )

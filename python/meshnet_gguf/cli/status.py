@@ -18,16 +18,13 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
-import rich.box
 import rich.console
 import rich.live
-import rich.table
-import rich.text
 from absl import app, flags
 from meshnet.tracker_client import TrackerClient
 
 from meshnet_gguf import progress
-from meshnet_gguf.cli import gateway_flags, mesh_flags, output
+from meshnet_gguf.cli import gateway_flags, mesh_flags, output, terminal
 from meshnet_gguf.status import (
     MeshStatus,
     ModelStatus,
@@ -104,17 +101,13 @@ async def _of_trackers() -> AsyncGenerator[MeshStatus]:
             await asyncio.sleep(1)
 
 
-def _console() -> rich.console.Console:
-    return rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-
-
 @contextlib.contextmanager
 def _shown_again() -> Iterator[Callable[[MeshStatus], None]]:
     """Shows one status in the place of the one before; below it where that is no terminal."""
     if output.wants_json() or not sys.stdout.isatty():
         yield _show
         return
-    with rich.live.Live(console=_console(), auto_refresh=False) as live:
+    with rich.live.Live(console=terminal.console(), auto_refresh=False) as live:
         yield lambda status: live.update(rich.console.Group(*_tables(status)), refresh=True)
 
 
@@ -123,73 +116,52 @@ def _show(status: MeshStatus) -> None:
         sys.stdout.write(status_to_json(status).decode() + "\n")
         sys.stdout.flush()
         return
-    console = _console()
-    for table in _tables(status):
-        console.print(table)
+    terminal.show(*_tables(status))
 
 
 def _tables(status: MeshStatus) -> list[rich.console.RenderableType]:
     parts: list[rich.console.RenderableType] = []
     if not status.models:
-        parts.append(_line("nothing is served: no worker is registered"))
+        parts.append(terminal.line("nothing is served: no worker is registered"))
     for model in status.models:
         parts += _of_model(model)
     gateway = status.gateway
     if gateway is not None:
         parts.append(
-            _line(
+            terminal.line(
                 f"gateway: {gateway.active_slots} of {gateway.slots} answers under way, "
                 f"{gateway.queued_requests} wait, up {gateway.uptime_seconds:.0f} s"
             )
         )
         if gateway.refusals:
-            parts.append(_line(f"gateway refused: {_counts(gateway.refusals)}"))
+            parts.append(terminal.line(f"gateway refused: {_counts(gateway.refusals)}"))
     return parts
 
 
 def _of_model(model: ModelStatus) -> list[rich.console.RenderableType]:
     said = "served" if model.problem is None else f"{model.problem.reason}: {model.problem.message}"
     parts: list[rich.console.RenderableType] = [
-        _line(f"{model.name}, {model.layers} layers: {said}")
+        terminal.line(f"{model.name}, {model.layers} layers: {said}")
     ]
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    for title in ("layers", "machine", "worker", "state"):
-        table.add_column(title)
-    for title in ("sessions", "tokens/s", "memory MiB", "next ms", "next MB/s"):
-        table.add_column(title, justify="right")
-    seams = {seam.source: seam for seam in model.seams}
-    for number, stage in enumerate(model.stages):
-        seam = seams.get(number)
-        table.add_row(
-            f"[{stage.begin}, {stage.end})",
-            _plain(stage.machine),
-            _plain(stage.worker),
-            stage.state.value,
-            _of(stage.work.open_sessions, stage.work.max_sessions),
-            _number(stage.work.decode_tokens_per_second, 1),
-            _number(stage.memory.resident_bytes, _MIB),
-            _number(seam.round_trip_us if seam else None, 2000),
-            _number(seam.bytes_per_second if seam else None, 1e6),
-        )
     if model.stages:
-        parts.append(table)
-    parts += [_line(line) for stage in model.stages for line in _troubles(stage)]
+        parts.append(_stages(model))
+    parts += [terminal.line(words) for stage in model.stages for words in _troubles(stage)]
     for lane in model.lanes:
         machines = sorted({worker.machine for worker in lane.workers})
         parts.append(
-            _line(
+            terminal.line(
                 f"lane {lane.fingerprint[:12]}: {lane.admission.value}"
                 + (f" ({lane.reason})" if lane.reason else "")
                 + f", {len(lane.workers) + lane.unlisted_workers} workers on {', '.join(machines)}"
             )
         )
         parts += [
-            _line(f"  {worker.worker} is not routed: {worker.unroutable}")
+            terminal.line(f"  {worker.worker} is not routed: {worker.unroutable}")
             for worker in lane.workers
             if worker.unroutable
         ]
     parts += [
-        _line(
+        terminal.line(
             f"mixture of lanes {mixture.head_fingerprint[:12]} before "
             f"{mixture.tail_fingerprint[:12]}: {mixture.admission.value}"
             + (f" ({mixture.reason})" if mixture.reason else "")
@@ -197,6 +169,29 @@ def _of_model(model: ModelStatus) -> list[rich.console.RenderableType]:
         for mixture in model.mixtures
     ]
     return parts
+
+
+def _stages(model: ModelStatus) -> rich.console.RenderableType:
+    numbers = ("sessions", "tokens/s", "memory MiB", "next ms", "next MB/s")
+    seams = {seam.source: seam for seam in model.seams}
+    rows = []
+    for number, stage in enumerate(model.stages):
+        seam = seams.get(number)
+        rows.append(
+            (
+                f"[{stage.begin}, {stage.end})",
+                stage.machine,
+                stage.worker,
+                stage.state.value,
+                _of(stage.work.open_sessions, stage.work.max_sessions),
+                _number(stage.work.decode_tokens_per_second, 1),
+                _number(stage.memory.resident_bytes, _MIB),
+                _number(seam.round_trip_us if seam else None, 2000),
+                _number(seam.bytes_per_second if seam else None, 1e6),
+            )
+        )
+    titles = ("layers", "machine", "worker", "state", *numbers)
+    return terminal.table(titles, rows, numbers=numbers)
 
 
 def _troubles(stage: StageStatus) -> list[str]:
@@ -219,12 +214,3 @@ def _of(part: int | None, whole: int | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:.1f}"
-
-
-def _plain(text: str) -> rich.text.Text:
-    # Names come from other machines: nothing in them may steer the terminal.
-    return rich.text.Text("".join(char for char in text if char.isprintable()))
-
-
-def _line(text: str) -> rich.text.Text:
-    return _plain(text.replace("\n", " "))

@@ -84,6 +84,19 @@ def test_memory_and_storage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPa
 def test_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        addresses = [f"127.0.0.1:{port}", "127.0.0.1:0", "192.0.2.1:0", "nonsense"]
-        found = [check.level for check in doctor.check_ports(addresses)]
-    assert found == [Level.WARN, Level.OK, Level.FAIL, Level.FAIL]
+        addresses = [
+            f"127.0.0.1:{port}",
+            "127.0.0.1:0",
+            "192.0.2.1:0",
+            "no.invalid:1",
+            "x",
+            "h:99999",
+        ]
+        found = doctor.check_ports(addresses)
+    assert [check.level for check in found] == [Level.WARN, Level.OK, *[Level.FAIL] * 4]
+    assert [check.message for check in found[2:]] == [
+        "cannot listen on 192.0.2.1:0: Cannot assign requested address",
+        "cannot listen on no.invalid:1: Cannot assign requested address",
+        "expected HOST:PORT, got 'x'",
+        "expected HOST:PORT, got 'h:99999'",
+    ]

@@ -73,6 +73,13 @@ def test_the_reason_comes_from_the_details_of_a_call() -> None:
     assert error.retry_after_ms == 20
 
 
+@pytest.mark.parametrize("where", ["ipv4:127.0.0.1:1: ", "ipv6:%5B::1%5D:1: ", ""])
+def test_what_grpc_says_before_the_cause_is_left_away(where: str) -> None:
+    text = f"failed to connect to all addresses; last error: UNKNOWN: {where}Connection refused"
+    error = from_rpc_error(rpc_error(grpc.StatusCode.UNAVAILABLE, text, None))
+    assert error.message == "Connection refused (gRPC status UNAVAILABLE)"
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

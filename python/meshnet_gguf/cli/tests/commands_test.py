@@ -345,6 +345,13 @@ async def test_files_that_cannot_be_used(
 
 
 @for_all
+async def test_no_question_on_stdin(commands: Commands) -> None:
+    done = await commands.run("chat", "model", "--url=http://127.0.0.1:1/v1", stdin=" \n")
+    said = "meshnet chat: expected a question on stdin, or a terminal to ask on; got nothing; see "
+    assert (done.code, done.out, done.err.startswith(said)) == (2, "", True), done
+
+
+@for_all
 async def test_addresses_that_are_none(commands: Commands) -> None:
     for command in ("chat", "status", "models", "bench"):
         done = await commands.run(command, "--url=127.0.0.1:8080")
@@ -394,7 +401,7 @@ def test_interrupted_while_it_loads(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["chat m --url http://{at}/v1", "serve --join {at}", "status --url http://{at}/v1"]
+    "line", ["chat --url http://{at}/v1", "serve --join {at}", "status --url http://{at}/v1"]
 )
 async def test_interrupted_while_it_waits_for_others(line: str) -> None:
     connected = asyncio.Event()
@@ -472,7 +479,9 @@ async def test_who_waits_for_others_says_so(commands: Commands, tmp_path: pathli
         f"status --tracker {address}": "asking the mesh ...",
         f"status --url {url}": "asking the mesh ...",
     }
-    running = asyncio.gather(*(commands.run(*line.split(), impatient=True) for line in lines))
+    running = asyncio.gather(
+        *(commands.run(*line.split(), stdin="Hello", impatient=True) for line in lines)
+    )
     await everybody.wait()
     silent.close()
     for writer in connected:
