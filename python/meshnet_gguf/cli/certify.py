@@ -8,7 +8,8 @@
 Runs the contract for lanes with a chain of workers and the whole model, and writes the raw
 measurements with hardware, driver, runtime, model and recipe. With --key the record is judged, and
 a line that trackers take (`meshnet certification import`) is added to --records; without a model
-that is done with evidence that is there. The model is a pinned one, by name or as a file.
+that is done with evidence that is there. The model is a pinned one, by name or as a file. Give
+--threads as workers there will have them: the recipe names them, and a record is for one recipe.
 
 With --mixed it is about routes over two lanes, which are refused without a record of their own: the
 first half of a chain's stages is started with each --head-flag (and is --head-program), the second
