@@ -8,6 +8,7 @@ only in where the model is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import pathlib
@@ -76,8 +77,10 @@ async def settle(pids: Iterable[int]) -> None:
     for _ in range(int(_SETTLE_SECONDS / _QUIET_SECONDS)):
         await asyncio.sleep(_QUIET_SECONDS)
         now = _cpu_ticks(pids)
-        # Pings and timers may cost a tick (10 ms) once in a while.
-        rests_s = rests_s + _QUIET_SECONDS if now - used <= 1 else 0.0
+        # Pings and timers may cost a tick (10 ms) once in a while. Who waits for a core has used
+        # none, and does not rest.
+        rests = now - used <= 1 and not any(map(_wants_a_core, pids))
+        rests_s = rests_s + _QUIET_SECONDS if rests else 0.0
         used = now
         if rests_s >= 2 * _QUIET_SECONDS:
             return
@@ -85,6 +88,15 @@ async def settle(pids: Iterable[int]) -> None:
         f"expected processes {pids} to rest between measurements, they computed for "
         f"{_SETTLE_SECONDS:g} s"
     )
+
+
+def _wants_a_core(pid: int) -> bool:
+    """Whether a thread of this process runs or could."""
+    for stat in pathlib.Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            if stat.read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _cpu_ticks(pids: Iterable[int]) -> int:

@@ -62,8 +62,8 @@ class Operator(Reader):
     async def answered(self) -> None:
         """A client has an answer of the gateway."""
         said = await self.on_it(
-            "curl -sf http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json'"
-            f" -H 'Authorization: Bearer {self.key}'"
+            "curl -s --fail-with-body http://127.0.0.1:8080/v1/completions"
+            f" -H 'Content-Type: application/json' -H 'Authorization: Bearer {self.key}'"
             """ -d '{"model": "llama", "prompt": "Hello", "max_tokens": 4}'"""
         )
         assert "text_completion" in said
