@@ -370,8 +370,8 @@ async def _check_worker(worker: tracker_pb2.WorkerStatus, security: Security) ->
             name,
             Level.FAIL,
             f"{where}: {error}",
-            "see that its node runs; open its port to this machine and to the other workers, or let "
-            "it listen at a relay",
+            "see that its node runs; open its port to this machine and to the other workers, or "
+            "let it listen at a relay",
         )
     if health.state is not WorkerState.READY:
         message = f"{where} is {health.state.name} ({health.message})"
