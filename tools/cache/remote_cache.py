@@ -128,11 +128,10 @@ def _fetched() -> pathlib.Path:
 
 
 def get_nginx() -> pathlib.Path:
-    """Debian's nginx, unpacked into the cache folder and not installed; once is enough."""
+    """Debian's nginx, unpacked into the cache folder and not installed; what is there will do."""
+    with contextlib.suppress(CacheError):
+        return find_nginx()
     target = _fetched()
-    program = target / "usr/sbin/nginx"
-    if program.exists():
-        return program
     with tempfile.TemporaryDirectory() as folder:
         # apt fetches as a user of its own where it may.
         pathlib.Path(folder).chmod(0o755)
@@ -145,7 +144,7 @@ def get_nginx() -> pathlib.Path:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         subprocess.run(["dpkg-deb", "--extract", package, target], check=True)
-    return program
+    return target / "usr/sbin/nginx"
 
 
 def configuration(

@@ -73,8 +73,10 @@ def test_bazel_modules() -> None:
 def test_debian_packages() -> None:
     packages = listed("tools/buildroot/root-packages.txt")
     packages |= listed("tools/buildroot/sysroot-packages.txt")
-    [zsh] = re.findall(r"zsh_repository\((.*?)\)", (ROOT / "MODULE.bazel").read_text(), re.S)
-    packages |= set(re.findall(r'^        "(.*)",$', zsh, re.M))
+    modules = (ROOT / "MODULE.bazel").read_text()
+    for rule in re.findall(r"^debian_repository\((.*?)^\)", modules, re.M | re.S):
+        [names] = re.findall(r"packages = \[(.*?)\]", rule, re.S)
+        packages |= set(re.findall(r'"(.*?)"', names))
     named = [package for entry in of_source("debian") for package in entry["packages"]]
     assert sorted(named) == sorted(packages)
 
