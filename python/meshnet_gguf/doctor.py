@@ -335,8 +335,17 @@ async def check_mesh(trackers: Sequence[str], security: Security) -> list[Check]
             )
     if answer is not None:
         workers = list(answer.workers)
-        found += await asyncio.gather(*(_check_worker(worker, security) for worker in workers))
-        found += [_check_versions(workers), *_check_measured(workers), *_check_routes(answer)]
+        seen = await asyncio.gather(*(_check_worker(worker, security) for worker in workers))
+        found += [*seen, _check_versions(workers), *_check_measured(workers), *_check_lanes(answer)]
+        # The tracker may not know yet that one is gone.
+        del answer.workers[:]
+        answer.workers.extend(
+            worker
+            for worker, check in zip(workers, seen, strict=True)
+            if check.level is not Level.FAIL
+        )
+        models = {worker.registration.model_id for worker in workers}
+        found += [_check_route(model, answer) for model in sorted(models)]
     return found
 
 
@@ -446,8 +455,8 @@ def _check_measured(workers: Sequence[tracker_pb2.WorkerStatus]) -> list[Check]:
     return found
 
 
-def _check_routes(answer: tracker_pb2.ListWorkersResponse) -> list[Check]:
-    """Dark lanes and mixtures, and whether each model has a route."""
+def _check_lanes(answer: tracker_pb2.ListWorkersResponse) -> list[Check]:
+    """Dark lanes and mixtures."""
     found: list[Check] = []
     lanes: dict[tuple[str, str], list[tracker_pb2.WorkerStatus]] = {}
     for worker in answer.workers:
@@ -489,18 +498,17 @@ def _check_routes(answer: tracker_pb2.ListWorkersResponse) -> list[Check]:
                     "and `meshnet certification import` the record",
                 )
             )
-    # One that is full is no less complete.
-    routed = {model: sessions > 0 for model, sessions in model_sessions(answer).items()}
-    for model, complete in sorted(routed.items()):
-        if complete:
-            found.append(_ok(f"route.{model}", "all layers are served"))
-        else:
-            found.append(
-                Check(
-                    f"route.{model}",
-                    Level.FAIL,
-                    "no chain of usable workers holds all layers",
-                    "meshnet status names the layers; add a machine: meshnet serve --join",
-                )
-            )
     return found
+
+
+def _check_route(model: str, usable: tracker_pb2.ListWorkersResponse) -> Check:
+    """Whether a model has a route over workers that are reached from here."""
+    # One that is full is no less complete.
+    if model_sessions(usable).get(model, 0) > 0:
+        return _ok(f"route.{model}", "all layers are served")
+    return Check(
+        f"route.{model}",
+        Level.FAIL,
+        "no chain of usable workers that answer here holds all layers",
+        "meshnet status names the layers; add a machine: meshnet serve --join",
+    )

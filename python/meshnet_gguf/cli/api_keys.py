@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from meshnet_gguf.cli import output
+from meshnet_gguf.errors import MeshnetError
 from meshnet_gguf.gateway.admission import KeyLimits
 from meshnet_gguf.gateway.api_keys import ApiKeys
+from proto.meshnet.shard.v1 import errors_pb2
 
 __all__ = ["ACTIONS", "run"]
 
@@ -37,7 +39,8 @@ def run(arguments: Sequence[str]) -> int:
         raise app.UsageError(
             f"expected add FILE NAME, list FILE or remove FILE NAME, got {' '.join(arguments)!r}"
         )
-    action, keys = arguments[0], ApiKeys(output.given_path(arguments[1]))
+    action, file = arguments[0], output.given_path(arguments[1])
+    keys = ApiKeys(file)
     if action == "add":
         secret = keys.add(arguments[2], KeyLimits(_ACTIVE.value, _PER_MINUTE.value))
         _answer({"name": arguments[2], "key": secret}, f"{secret}\n")
@@ -45,6 +48,12 @@ def run(arguments: Sequence[str]) -> int:
         keys.remove(arguments[2])
         _answer({"removed": arguments[2]}, "")
     else:
+        if not file.exists():
+            raise MeshnetError(
+                errors_pb2.REASON_CONFIGURATION_INVALID,
+                f"expected a file of API keys, there is no {file}; "
+                f"`meshnet api-keys add {arguments[1]} NAME` makes it",
+            )
         found = [{"name": key.name, **vars(key.limits)} for key in keys.all()]
         _answer({"keys": found}, "".join(f"{key['name']}\n" for key in found))
     return 0

@@ -27,6 +27,7 @@ import difflib
 import errno
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -81,7 +82,7 @@ def _main(argv: Sequence[str], loaded: Callable[[], None]) -> int:
         settings.apply(name, _flags_of(command), COMMANDS, os.environ)
         return int(command.run(flags.FLAGS([program, *options])[1:] + plain))
     except (flags.Error, app.UsageError) as error:
-        sys.stderr.write(f"{program}: {error}; see `{program} --help`\n")
+        sys.stderr.write(f"{program}: {_in_words(error)}; see `{program} --help`\n")
         return 2
     except MeshnetError as error:
         output.error(program, error)
@@ -95,6 +96,14 @@ def _main(argv: Sequence[str], loaded: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{program}: interrupted\n")
         return 130
+
+
+def _in_words(error: Exception) -> str:
+    """What is wrong with a command line, without the words of Python's own conversions."""
+    said = re.sub(
+        r"invalid literal for int\(\) with base 10: ", "expected a whole number, got ", str(error)
+    )
+    return said.replace("could not convert string to float: ", "expected a number, got ")
 
 
 def _unknown(name: str) -> int:

@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from absl import app, flags
+from meshnet.errors import ControlError
 from meshnet.tasks import cancel
 from meshnet.transport import KeyFiles, is_loopback
 
@@ -113,7 +114,8 @@ _DEFAULT_MESH_LISTEN = "127.0.0.1:7100"
 class _Mesh:
     """What the gateway stands before, how many answers it makes at once, and what else to say.
 
-    Where `capacity` can be asked it says how many from then on, up to `most` (0: no limit).
+    `problem` says why there are no answers yet. Where `capacity` can be asked it says how many from
+    then on, up to `most` (0: no limit).
     `failed` waits until something that no answer could do without has ended by itself.
     """
 
@@ -123,6 +125,7 @@ class _Mesh:
     slots: int
     tracker: str = ""
     missing: LayerRange | None = None
+    problem: str | None = None
     failed: Callable[[], Awaitable[None]] | None = None
     capacity: Callable[[], Awaitable[int]] | None = None
     most: int = 0
@@ -223,6 +226,7 @@ def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:
                 "workers": list(mesh.endpoints),
                 "tracker": mesh.tracker,
                 "missing": None if missing is None else [missing.begin, missing.end],
+                "problem": mesh.problem,
                 "seconds": seconds,
             }
         )
@@ -231,6 +235,8 @@ def _say_ready(mesh: _Mesh, url: str, seconds: float) -> None:
         if mesh.tracker:
             hint = "; other machines: --mesh-listen" if is_loopback(mesh.tracker) else ""
             sys.stdout.write(f"to join it: meshnet serve --join {mesh.tracker}{hint}\n")
+        if mesh.problem is not None:
+            sys.stdout.write(f"but not yet: {mesh.problem}; answers begin once that is over\n")
         if missing is not None:
             sys.stdout.write(f"layers {missing} are missing: answers begin once they have joined\n")
     sys.stdout.flush()
@@ -247,6 +253,7 @@ async def _mesh(model: str) -> AsyncIterator[_Mesh]:
                 TrackedModelSource(source),
                 tuple(mesh_flags.trackers()),
                 most or _TRACKED_SESSIONS,
+                problem=await _problem(source),
                 capacity=source.sessions_at_once,
                 most=most,
             )
@@ -262,6 +269,16 @@ async def _tracked(trackers: Sequence[str], model_id: str) -> AsyncIterator[Trac
         trackers, model_id, security=mesh_flags.security(), dial_timeout=_DIAL_SECONDS
     ) as source:
         yield source
+
+
+async def _problem(source: TrackerRouteSource) -> str | None:
+    """Why a tracker's mesh has no route of the model just now."""
+    try:
+        with progress.working("asking the mesh"):
+            sessions = await source.sessions_at_once()
+    except ControlError as error:
+        return str(error)
+    return None if sessions else f"no workers of one lane hold all layers of {source.model_id}"
 
 
 @contextlib.asynccontextmanager
@@ -318,8 +335,8 @@ async def _embedded(model: str) -> AsyncIterator[_Mesh]:
                 plan.max_sessions,
                 mesh.tracker,
                 plan.missing,
-                mesh.failed,
-                source.sessions_at_once,
+                failed=mesh.failed,
+                capacity=source.sessions_at_once,
             )
 
 

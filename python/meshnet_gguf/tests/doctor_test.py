@@ -6,9 +6,12 @@ import socket
 
 import pytest
 from meshnet.certificates import Authority
-from meshnet.transport import TlsFiles
+from meshnet.testing.tracker_process import TrackerProcess
+from meshnet.transport import Security, TlsFiles
 from meshnet_gguf import doctor
-from meshnet_gguf.doctor import Level
+from meshnet_gguf.doctor import Check, Level
+
+from proto.meshnet.control.v1 import tracker_pb2 as pb
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -100,3 +103,72 @@ def test_ports() -> None:
         "expected HOST:PORT, got 'x'",
         "expected HOST:PORT, got 'h:99999'",
     ]
+
+
+def half(
+    name: str, begin: int, version: str, fingerprint: str, *reached: str
+) -> pb.RegisterRequest:
+    """Of a model of four layers, on a node that has reached others; nobody answers there."""
+    return pb.RegisterRequest(
+        registration=pb.Registration(
+            worker_id=f"{name}-worker",
+            node_id=name,
+            endpoint="127.0.0.1:1",
+            model_id="m",
+            fingerprint=fingerprint,
+            span=pb.Span(begin=begin, end=begin + 2),
+            model_units=4,
+            max_sessions=1,
+            step_us=100,
+            labels={"worker_version": version},
+            seams=[pb.SeamMeasurement(peer_node_id=peer, round_trip_us=100) for peer in reached],
+        ),
+        load=pb.Load(ready=True),
+    )
+
+
+async def findings(folder: pathlib.Path, *workers: pb.RegisterRequest) -> dict[str, Check]:
+    """What is said of a mesh of these, whose tracker admits no dark lanes."""
+    (database := folder / "tracker.db").unlink(missing_ok=True)
+    async with await TrackerProcess.start(f"sqlite:///{database}") as tracker:
+        for worker in workers:
+            await tracker.stub.Register(worker)
+        checks = await doctor.check_mesh([tracker.endpoint], Security())
+    return {check.name: check for check in checks}
+
+
+async def test_one_release_whose_workers_reach_each_other(tmp_path: pathlib.Path) -> None:
+    found = await findings(tmp_path, half("a", 0, "1", "f", "b"), half("b", 2, "1", "f", "a"))
+    assert found["versions.workers"] == Check("versions.workers", Level.OK, "1")
+    assert found["reach.a.b"] == Check("reach.a.b", Level.OK, "a and b reach each other")
+
+
+async def test_workers_of_two_releases(tmp_path: pathlib.Path) -> None:
+    found = await findings(tmp_path, half("a", 0, "1", "f"), half("b", 2, "2", "g"))
+    check = found["versions.workers"]
+    assert (check.level, check.message) == (Level.WARN, "workers of several versions (m: 1, 2)")
+    assert check.cure.startswith("install one release everywhere")
+
+
+async def test_workers_of_which_one_does_not_reach_the_other(tmp_path: pathlib.Path) -> None:
+    found = await findings(tmp_path, half("a", 0, "1", "f", "b"), half("b", 2, "1", "f"))
+    check = found["reach.a.b"]
+    assert (check.level, check.message) == (
+        Level.WARN,
+        "b has not reached a yet, which reaches it",
+    )
+    assert check.cure.endswith("open a's ports to b, or let a listen at a relay")
+    neither = await findings(tmp_path, half("a", 0, "1", "f"), half("b", 2, "1", "f"))
+    assert neither["reach.a.b"].message == "a and b have not measured the line between them yet"
+
+
+async def test_a_dark_lane_and_workers_that_do_not_answer(tmp_path: pathlib.Path) -> None:
+    found = await findings(tmp_path, half("a", 0, "1", "f"), half("b", 2, "1", "f"))
+    lane = found["lane.m.f"]
+    assert (lane.level, lane.message[:14]) == (Level.FAIL, "never routed: ")
+    assert "certify it" in lane.cure
+    worker = found["worker.a-worker"]
+    assert (worker.level, "PEER_UNREACHABLE" in worker.message) == (Level.FAIL, True)
+    assert "see that its node runs" in worker.cure
+    # The tracker still counts on both.
+    assert found["route.m"].level is Level.FAIL

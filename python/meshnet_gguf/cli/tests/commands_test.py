@@ -307,6 +307,22 @@ async def test_a_command_line_that_makes_no_sense_is_exit_code_2(commands: Comma
 
 
 @for_all
+async def test_numbers_that_are_none_are_refused_in_words(commands: Commands) -> None:
+    whole = await commands.run("serve", "m", "--stages=two")
+    assert "expected a whole number, got 'two'" in whole.err
+    part = await commands.run("serve", "m", "--queue-seconds=soon")
+    assert "expected a number, got 'soon'" in part.err
+
+
+@for_all
+async def test_a_file_of_api_keys_that_is_not_there_is_no_empty_one(commands: Commands) -> None:
+    done = await commands.run("api-keys", "list", "/no/such/keys.json", "--json")
+    assert done.code == 1
+    message = json.loads(done.out)["error"]["message"]
+    assert message.startswith("expected a file of API keys, there is no /no/such/keys.json; ")
+
+
+@for_all
 async def test_a_refusal_is_exit_code_1_and_one_json_object_with_its_reason(
     commands: Commands,
 ) -> None:

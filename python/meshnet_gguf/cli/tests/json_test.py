@@ -355,6 +355,7 @@ async def gateway(asking: Asking, fake: FakeCluster) -> None:
             "workers": fake.cluster.endpoints,
             "tracker": "",
             "missing": None,
+            "problem": None,
             "seconds": said["seconds"],
         }
         where = f"--url={said['url']}"

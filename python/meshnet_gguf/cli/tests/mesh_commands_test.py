@@ -24,7 +24,9 @@ async def test_commands_around_a_mesh(commands: Commands, tmp_path: pathlib.Path
         serving(MESHNET, "serve", str(MODEL), *places, "--layers=0:4") as (mesh, _),
         serving(MESHNET, "serve", str(MODEL), f"--join={mesh['tracker']}") as (joined, _),
     ):
-        assert set(mesh) == {"model", "url", "workers", "tracker", "missing", "seconds"}
+        assert set(mesh) == {
+            *("model", "url", "workers", "tracker", "missing", "problem", "seconds")
+        }
         assert (mesh["model"], mesh["missing"], len(mesh["workers"])) == (NAME, [4, 8], 1)
         assert set(joined) == {"node", "worker", "layers", "missing", "seconds"}
         assert (joined["layers"], joined["missing"]) == ([4, 8], [])
@@ -33,6 +35,12 @@ async def test_commands_around_a_mesh(commands: Commands, tmp_path: pathlib.Path
         await check_doctor(commands, mesh)
         await check_models(commands, mesh)
         await check_bench(commands, mesh, tmp_path)
+
+
+async def test_a_gateway_says_why_there_are_no_answers_yet() -> None:
+    where = ("--listen=127.0.0.1:0", "--tracker=127.0.0.1:1")
+    async with serving(MESHNET, "serve", "llama", *where) as (said, _):
+        assert said["problem"].startswith("PEER_UNREACHABLE: ")
 
 
 async def check_status(commands: Commands, mesh: dict[str, Any]) -> None:
