@@ -6,6 +6,8 @@ import { ModelViews, each, row, write } from "./models.js";
 import { count, rate } from "./words.js";
 
 const RETRY_SECONDS = [1, 2, 5, 10];
+// A status comes every second; a gateway that sleeps breaks no connection.
+const SILENT_SECONDS = 10;
 const part = (id) => document.getElementById(id);
 const views = new ModelViews(part("models"));
 const chat = new Chat(askForKey);
@@ -81,10 +83,16 @@ async function follow() {
   const mine = new AbortController();
   following = mine;
   for (let failures = 0; !mine.signal.aborted; failures += 1) {
+    const attempt = new AbortController();
+    const end = () => attempt.abort();
+    mine.signal.addEventListener("abort", end);
+    let silence = setTimeout(end, SILENT_SECONDS * 1000);
     try {
-      const answer = await request("/status/events", { signal: mine.signal });
+      const answer = await request("/status/events", { signal: attempt.signal });
       for await (const status of events(answer)) {
         if (mine.signal.aborted) return;
+        clearTimeout(silence);
+        silence = setTimeout(end, SILENT_SECONDS * 1000);
         failures = 0;
         connection("Live", true);
         try {
@@ -99,6 +107,9 @@ async function follow() {
         askForKey(error);
         return;
       }
+    } finally {
+      clearTimeout(silence);
+      mine.signal.removeEventListener("abort", end);
     }
     if (mine.signal.aborted) return;
     connection("Connection lost, trying again");

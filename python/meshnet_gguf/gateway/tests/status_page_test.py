@@ -285,20 +285,56 @@ async def test_numbers_are_live_and_nothing_moves(browser: Browser, mesh: PageMe
         await expect(page.locator("#active")).to_have_text("0 of 8")
 
 
+# Whether the page is seen.
+TURN = (
+    "(hidden) => { Object.defineProperty(document, 'hidden', "
+    "{ value: hidden, configurable: true }); "
+    "document.dispatchEvent(new Event('visibilitychange')); }"
+)
+
+
 async def test_a_page_that_is_not_seen_asks_for_nothing(browser: Browser, mesh: PageMesh) -> None:
-    turn = (
-        "(hidden) => { Object.defineProperty(document, 'hidden', "
-        "{ value: hidden, configurable: true }); "
-        "document.dispatchEvent(new Event('visibilitychange')); }"
-    )
     async with asyncio.timeout(END), opened(browser, mesh.url) as page:
         await expect(page.locator("#connection")).to_have_text("Live")
         async with page.expect_event("requestfailed") as ended:
-            await page.evaluate(turn, True)
+            await page.evaluate(TURN, True)
         assert (await ended.value).url.endswith("/status/events")
         await expect(page.locator("#connection")).to_have_text("Paused")
-        await page.evaluate(turn, False)
+        await page.evaluate(TURN, False)
         await expect(page.locator("#connection")).to_have_text("Live")
+
+
+async def test_a_gateway_that_is_away_or_silent_is_asked_again(
+    browser: Browser, mesh: PageMesh
+) -> None:
+    async def away(route: Route) -> None:
+        await route.abort()
+
+    async def silent(route: Route) -> None:
+        asked.set()
+
+    asked, place = asyncio.Event(), "**/status/events"
+    async with asyncio.timeout(END), opened(browser, mesh.url) as page:
+        connection = page.locator("#connection")
+        await expect(connection).to_have_text("Live")
+        await page.clock.install()
+        await page.evaluate(TURN, True)
+        await page.route(place, away)
+        await page.evaluate(TURN, False)
+        await expect(connection).to_have_text("Connection lost, trying again")
+        await page.unroute(place)
+        await page.clock.fast_forward(2_000)
+        await expect(connection).to_have_text("Live")
+        await page.evaluate(TURN, True)
+        await page.route(place, silent)
+        await page.evaluate(TURN, False)
+        await asked.wait()
+        await expect(connection).to_have_text("Paused")
+        await page.clock.fast_forward(11_000)
+        await expect(connection).to_have_text("Connection lost, trying again")
+        await page.unroute(place)
+        await page.clock.fast_forward(2_000)
+        await expect(connection).to_have_text("Live")
 
 
 async def test_a_conversation_with_the_keyboard_alone(browser: Browser, mesh: PageMesh) -> None:
