@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -40,14 +41,36 @@ enter_network("10.0.0.5", "10.0.0.6")
 END = 800.0
 
 
+# A terminal for a shell; what comes on stdin is typed.
+TERMINAL = """
+import os, pty, sys
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(["bash", "-c", sys.argv[1]])))
+"""
+# A question, and the end of the conversation.
+TALK = "Hello\n\x04"
+
+
 @dataclass(frozen=True)
 class Step:
-    """`how` is what a document says of a block; `settings` are for this line, NAME=VALUE."""
+    """`how` is what a document says of a block; `settings` are for this line, NAME=VALUE.
+
+    With `typed` it runs on a terminal, and somebody types that.
+    """
 
     line: str
     how: str = ""
     settings: str = ""
     ours: bool = False
+    typed: str = ""
+
+    @property
+    def text(self) -> str:
+        """For a shell."""
+        text = f"export {self.settings}\n{self.line}\n" if self.settings else f"{self.line}\n"
+        if not self.typed:
+            return text
+        terminal = ["python3", "-c", TERMINAL, text]
+        return f"printf %s {shlex.quote(self.typed)} | {shlex.join(terminal)}\n"
 
 
 def ours(line: str, how: str = "", settings: str = "") -> Step:
@@ -172,8 +195,12 @@ STEPS = [
     Step("meshnet doctor --json"),
     Step("meshnet models"),
     Step("meshnet models --tracker 127.0.0.1:7100 --json"),
-    Step("meshnet chat"),
-    Step('meshnet chat smollm2 --url http://127.0.0.1:8080/v1 --system "Be short."'),
+    Step("meshnet chat", 'says "smollm2 at http", says "> Hello"', typed=TALK),
+    Step(
+        'meshnet chat smollm2 --url http://127.0.0.1:8080/v1 --system "Be short."',
+        'says "smollm2 at http", says "> Hello"',
+        typed=TALK,
+    ),
     Step('echo "What is gravity?" | meshnet chat'),
     Step("meshnet plan model.gguf --tracker 127.0.0.1:7100 --model-id smollm2"),
     Step("meshnet bench"),
@@ -321,8 +348,7 @@ async def test_examples_do_what_they_say(tmp_path: pathlib.Path) -> None:
             async with asyncio.timeout(END):
                 for number, step in enumerate(STEPS):
                     started = time.monotonic()
-                    text = f"export {step.settings}\n{step.line}\n" if step.settings else step.line
-                    await reader.do(Block(number, "sh", f"{text}\n", "run", step.how))
+                    await reader.do(Block(number, "sh", step.text, "run", step.how))
                     print(f"{time.monotonic() - started:.1f} s: {step.line}")
         finally:
             await reader.end()
