@@ -195,10 +195,10 @@ STEPS = [
     Step("meshnet doctor --json"),
     Step("meshnet models"),
     Step("meshnet models --tracker 127.0.0.1:7100 --json"),
-    Step("meshnet chat", 'says "smollm2 at http", says "> Hello"', typed=TALK),
+    Step("meshnet chat", 'says "smollm2 at http", says "waiting for the first token"', typed=TALK),
     Step(
         'meshnet chat smollm2 --url http://127.0.0.1:8080/v1 --system "Be short."',
-        'says "smollm2 at http", says "> Hello"',
+        'says "smollm2 at http", says "waiting for the first token"',
         typed=TALK,
     ),
     Step('echo "What is gravity?" | meshnet chat'),
