@@ -77,6 +77,8 @@ class _HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
         self._stop_awaiting_reader()
+        # uvicorn does so only where the client has closed: a reset one would be kept until then.
+        self._unset_keepalive_if_required()
         # Of several requests uvicorn tells the last one only.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
