@@ -4,12 +4,11 @@ They stand below in an order in which each finds what it speaks of, with our own
 that bring that about. An example that is missing here, or is none any more, fails the test.
 
 It is a network of its own. What takes long is made short by settings in the environment; other
-people's servers, and folders of the whole machine, are replaced by WORDS.
+people's servers, and folders of the whole machine, are replaced.
 """
 
 import asyncio
 import datetime
-import json
 import os
 import pathlib
 import shlex
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from meshnet.signing import SigningKey
 from meshnet.testing.postgres import PostgresServer
 from meshnet_gguf.performance_contract import PerformanceContract, default_folder, lock
+from meshnet_gguf.testing.empty_results import write_empty_results
 from meshnet_gguf.testing.lane_contract import write_lane_contract
 from meshnet_gguf.testing.pinned_storage import provide_model
 from meshnet_gguf.testing.short_plan import write_short_plan
@@ -39,7 +39,6 @@ SPLIT = [pathlib.Path(path).absolute() for path in os.environ["SPLIT_MODEL"].spl
 enter_network("10.0.0.5", "10.0.0.6")
 
 END = 800.0
-
 
 # A terminal for a shell; what comes on stdin is typed.
 TERMINAL = """
@@ -292,15 +291,7 @@ def put_files(home: pathlib.Path) -> None:
     shutil.copyfile(default_folder() / contract.name, contract)
     terms = PerformanceContract.read(contract)
     lock(terms, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
-    results = {
-        "schema_version": 1,
-        "contract": {"name": "alpha", "version": 1, "sha256": terms.sha256},
-        "begun_at": "2999-01-01T00:00:00+00:00",
-        "evidence": "fixture",
-        "machine": "none",
-        "rows": [],
-    }
-    (home / "results.json").write_text(json.dumps(results))
+    write_empty_results(home, terms.sha256)
 
 
 async def test_examples_do_what_they_say(tmp_path: pathlib.Path) -> None:

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from typing import Any
 
+from meshnet_gguf.testing.empty_results import write_empty_results
+
 PROGRAM = pathlib.Path(os.environ["MESHNET"]).absolute()
 CONTRACTS = pathlib.Path(os.environ["CONTRACT"]).absolute().parent
 
@@ -42,20 +44,11 @@ def test_from_the_lock_to_a_decision(tmp_path: pathlib.Path) -> None:
     (checked,) = contract("check", file, *trusted)["contracts"]
     assert (checked["approved_by"], checked["approval_is_trusted"]) == ("A. Person", True)
 
-    results = {
-        "schema_version": 1,
-        "contract": {"name": "alpha", "version": 1, "sha256": locked["sha256"]},
-        "begun_at": "2999-01-01T00:00:00+00:00",
-        "evidence": "fixture",
-        "machine": "none",
-        "rows": [],
-    }
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    outcome = contract("evaluate", file, tmp_path / "results.json", *trusted, code=3)
+    results = write_empty_results(tmp_path, locked["sha256"])
+    outcome = contract("evaluate", file, results, *trusted, code=3)
     assert (outcome["decision"], outcome["passed"]) == ("optimize measured bottleneck", False)
     assert "dense-parity: expected >= 1, got nothing usable" in outcome["reasons"]
 
-    results["contract"]["sha256"] = "0" * 64  # type: ignore[index]
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    refused = contract("evaluate", file, tmp_path / "results.json", *trusted, code=1)["error"]
+    results = write_empty_results(tmp_path, "0" * 64)
+    refused = contract("evaluate", file, results, *trusted, code=1)["error"]
     assert "measure anew under it" in refused["message"]

@@ -18,6 +18,7 @@ from meshnet_gguf.cli.completion import bash_completion, zsh_completion
 from meshnet_gguf.performance_contract import Outcome, default_folder
 from meshnet_gguf.testing.cluster import FakeCluster, cluster_of, fake_specs
 from meshnet_gguf.testing.commands import Commands
+from meshnet_gguf.testing.empty_results import write_empty_results
 from meshnet_gguf.testing.lane_contract import record_that_certifies, write_lane_contract
 from meshnet_gguf.testing.node_process import node_values
 from meshnet_gguf.testing.serve_process import serving
@@ -148,21 +149,9 @@ async def contracts(asking: Asking) -> None:
     assert approved == locked
     trusted = f"--trusted-key={key}.pub"
     (checked,) = (await asking.answer("contract check", file, trusted))["contracts"]
-    since = checked.pop("locked_at")
+    assert checked.pop("locked_at")
     assert checked == {**locked, "approved_by": "A. Person", "approval_is_trusted": True}
-    results = folder / "results.json"
-    results.write_text(
-        json.dumps(
-            {
-                "schema_version": 1,
-                "contract": {"name": "alpha", "version": 1, "sha256": locked["sha256"]},
-                "begun_at": since.replace(since[:4], "2999"),
-                "evidence": "fixture",
-                "machine": "none",
-                "rows": [],
-            }
-        )
-    )
+    results = write_empty_results(folder, locked["sha256"])
     # 3: it has decided, against the results.
     decided = await asking.answer("contract evaluate", file, results, trusted, code=3)
     assert set(decided) == {"contract", *OUTCOME}
